@@ -89,7 +89,7 @@ def test_other_values_are_the_nearest_ones_and_auto_of_what_is_stated() -> None:
 def test_a_plan_says_why_its_layout_was_chosen_and_what_is_tight() -> None:
     wanted = placed_on(load_recipe(RECIPES / f"{SEVENTY[1]}.yaml"), parse_cluster(SEVENTY[0]))
     chosen = explore(wanted)
-    fastest = next(one for one in chosen.by_time() if chosen.room(one) == "fits")
+    fastest = chosen.with_margin(chosen.ranked)[0]
     gain = 1 - fastest.step_s / chosen.best.step_s  # type: ignore[operator]
     first, *_ = reasons(chosen, 0.0)
     assert first.startswith("choice: the simplest layout that fits with a margin of memory")
@@ -144,7 +144,12 @@ def test_what_a_chosen_value_means() -> None:
 def test_how_far_off() -> None:
     chosen = search(*on("1x8xh100-80gb", SEVENTY[1], engine="megatron"))
     assert not chosen.fits
-    smallest = min(one.smallest.memory_gib for one in chosen.splits)
+    smallest = min(
+        demand(
+            one.workload, one.split(one.micro_batches[0], *one.recomputes[-1]), chosen.cluster
+        ).memory_gib
+        for one in chosen.partial
+    )
     text = f"{smallest:.1f} of 79.1 GiB per GPU, {smallest - 79.1:.1f} GiB too much"
     assert text in over(chosen)
 

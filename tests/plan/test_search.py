@@ -41,7 +41,6 @@ from toolkit.plan.search import (
     Kind,
     demand,
     kind_of,
-    known,
     room,
     search,
 )
@@ -121,33 +120,6 @@ def test_every_micro_batch_that_fits_is_kept_with_the_least_recompute() -> None:
     roomier = [one for one in chosen.fitting if one.layout not in expected]
     assert any(isinstance(one.layout.recompute, int) for one in roomier)
     assert len(roomier) > 100
-
-
-def test_only_layouts_that_could_be_chosen_are_evaluated() -> None:
-    """Each with 6 ways to recompute, and numbers of recomputed layers besides."""
-    known.cache_clear()
-    chosen = explore(load_recipe(RECIPES / "qwen/qwen3-8b-pretrain-32k.yaml"))
-    assert chosen.best
-    each = {id(one.known): one.known for one in chosen.splits}.values()
-    evaluated = sum(map(len, each))
-    assert chosen.fitting
-    assert evaluated < sum(map(len, each)) / 4, "of all of them"
-
-
-@pytest.mark.parametrize("place", [("1x8xh100-80gb", "llama/llama-3.1-8b-pretrain"),
-                                   ("4x8xa100-40gb", "mistral/mixtral-8x7b-pretrain"),
-                                   ("8x8xh100-80gb", "llama/llama-3.1-70b-lora"),
-                                   ("1x2xcpu", "tiny/llama-bytes")])  # fmt: skip
-def test_bounds_of_a_step_are_below_its_time(place: tuple[str, str]) -> None:
-    checked = 0
-    for splits in found(*place).splits[::2]:
-        for size, least_s in splits.least_s():
-            without_s = splits.without_recompute_s(size)
-            assert least_s <= without_s * (1 + 1e-9)
-            for one in splits.fitting(size):
-                assert without_s < seconds(one)
-                checked += 1
-    assert checked > 10
 
 
 # The choice
@@ -326,8 +298,7 @@ def test_what_is_fixed_stays_and_degrees_multiply_to_the_world() -> None:
         except (PlanError, RecipeError):
             continue
         planned += 1
-        smallest = [one.smallest for one in chosen.splits[:200]]
-        for one in (*chosen.fitting[:200], *smallest):
+        for one in chosen.fitting[:200] or [chosen.nearest]:
             layout = one.layout
             assert layout.world == layout.dp * layout.tp * layout.pp * layout.cp == 16
             assert layout.global_batch == 64

@@ -80,7 +80,7 @@ def _others(found: Search, dimension: Dimension) -> list[Any]:
     chosen, values = getattr(layout, field), {getattr(Layout(), field)}
     if getattr(layout, _WITHIN.get(field, "dp")) == 1 and field in _WITHIN:
         return []
-    for partial in (one.partial for one in found.splits):
+    for partial in found.partial:
         match field:
             case "micro_batch":
                 values.update(partial.micro_batches)

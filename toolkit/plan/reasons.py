@@ -64,9 +64,7 @@ def why(found: Search) -> str:
     if not found.fits:
         return "choice: the layout nearest to fitting"
     able = "fits with a margin of memory" if found.room(best) == "fits" else "fits"
-    fastest = next(
-        one for one in found.by_time() if found.room(one) in (found.room(best), "fits")
-    )
+    fastest = next(one for one in found.ranked if found.room(one) in (found.room(best), "fits"))
     gain = 1 - (fastest.step_s or 0.0) / (best.step_s or 1.0)
     if gain < LEAST_GAIN:
         return f"choice: the fastest layout that {able}"
@@ -97,7 +95,7 @@ def _warnings(found: Search) -> Iterator[str]:
         yield f"WARNING: does not fit: {over(found)}"
     elif capacity is not None and found.room(best) == "tight":
         free = capacity / best.memory_gib - 1
-        roomy = next((one for one in found.by_time() if found.room(one) == "fits"), None)
+        roomy = next(iter(found.with_margin(found.ranked)), None)
         other = "no layout leaves a margin"
         if roomy is not None:
             text = layout_text(*roomy.pair, roomy.layout)

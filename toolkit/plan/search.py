@@ -1,18 +1,14 @@
 """The planner's search: every possible layout, which of them fit, and the fastest first.
 
-Exhaustive, with two shortcuts that exclude no optimum. A layout with recompute is slower than
-the same layout without, so each one recomputes only as much as needed to fit, or to leave a
-margin: logits before layers. And a layout is evaluated only once no other is faster than a
-lower bound of its time, so those that are too slow to be chosen never are.
+A layout with recompute is slower than the same layout without, so each micro batch recomputes
+only as much as needed to fit, or to leave a margin: logits before layers.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from copy import copy
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from heapq import heapify, heappop, heappush
-from itertools import chain, count, islice, takewhile, tee
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from toolkit.hardware.cluster import Cluster
@@ -23,7 +19,7 @@ from toolkit.plan.cost.memory import (
     offloaded_bytes,
     peak_memory,
 )
-from toolkit.plan.cost.time import least_step_s, step_time
+from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import DIMENSION
 from toolkit.plan.request import PlanRequest
@@ -44,8 +40,6 @@ WORTH = 0.1
 much faster."""
 FAST_LINKS = ("nvlink", "xgmi", "shared")
 """Links that are fast enough for tensor groups, which communicate in every layer."""
-_ROUNDED = 1 - 1e-9
-"""Sums of the same numbers in another order may differ."""
 _PARTS = [
     DIMENSION[field]
     for field in (
@@ -160,30 +154,28 @@ class Search:
     cluster: Cluster
     fallback: Fallback
     """The least fallback with which anything fits; the largest one if nothing does."""
-    splits: tuple["Splits", ...]
+    partial: tuple[PartialLayout, ...]
     """Every partial layout with it. Where none of these that has a margin of memory is chosen,
     those with more offload, too."""
 
     @cached_property
+    def ranked(self) -> list[Candidate]:
+        """Layouts that fit, fastest first."""
+        every = (_fitting(one, self.cluster) for one in self.partial)
+        return sorted(chain.from_iterable(every), key=_seconds)
+
+    @property
     def fits(self) -> bool:
         """Whether any layout fits."""
-        return any(one.fits for one in self.splits)
-
-    def by_time(self) -> Iterator[Candidate]:
-        """Layouts that fit, fastest first; each is evaluated when it is first asked for."""
-        return copy(self._ranked)
-
-    @cached_property
-    def _ranked(self) -> Iterator[Candidate]:
-        return tee(_by_time(self.splits), 1)[0]
+        return bool(self.ranked)
 
     def room(self, one: Candidate) -> Room:
         """See `room`."""
         return room(one, self.cluster)
 
-    def has_margin(self, one: Candidate) -> bool:
-        """Whether it fits with a margin of memory."""
-        return self.room(one) == "fits"
+    def with_margin(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+        """Those that fit with a margin of memory."""
+        return [one for one in candidates if self.room(one) == "fits"]
 
     @cached_property
     def best(self) -> Candidate:
@@ -195,54 +187,44 @@ class Search:
         """
         if not self.fits:
             return self.nearest
-
-        limit_s = (1 + WORTH) * _seconds(next(self.by_time()))
-        able = self._within(limit_s)
-        if roomy := [*filter(self.has_margin, able)]:
-            limit_s = (1 + WORTH) * _seconds(roomy[0])
-            able = [*filter(self.has_margin, self._within(limit_s))]
+        able = _as_fast(self.ranked, WORTH)
+        if self.with_margin(able):
+            able = _as_fast(self.with_margin(self.ranked), WORTH)
         simplest = min(map(self.kind, able))
         same = [one for one in able if self.kind(one) == simplest]
-        return min(
-            (one for one in same if _seconds(one) <= (1 + TIE) * _seconds(same[0])),
-            key=_drawbacks,
-        )
+        return min(_as_fast(same, TIE), key=_drawbacks)
 
     def kind(self, one: Candidate) -> Kind:
         """See `Kind`."""
         return kind_of(one.pair, one.layout, self.cluster)
 
-    def _within(self, limit_s: float) -> list[Candidate]:
-        return [*takewhile(lambda one: _seconds(one) <= limit_s, self.by_time())]
-
     @cached_property
     def nearest(self) -> Candidate:
         """Of those that do not fit, the smallest."""
-        too_large = (one.smallest for one in self.splits if not one.fits)
+        smallest = (_smallest(one, self.cluster) for one in self.partial)
+        too_large = (one for one in smallest if self.room(one) == "does not fit")
         return min(too_large, key=lambda one: (one.memory_gib, one.host_gib))
 
     @cached_property
     def fitting(self) -> list[Candidate]:
         """All that fit, best first, the others by time."""
-        others = (one for one in self.by_time() if one is not self.best)
+        others = (one for one in self.ranked if one is not self.best)
         return [self.best, *others] if self.fits else []
 
     def strategies(self, most: int) -> list[Candidate]:
         """The best of each engine and set of degrees, best first."""
         found: dict[object, Candidate] = {}
-        for one in chain((self.best,), self.by_time()):
+        for one in (self.best, *self.ranked):
             found.setdefault(one.degrees, one)
-            if len(found) == most:
-                break
-        return [*found.values()]
+        return [*found.values()][:most]
 
     def shortlist(self, most: int) -> list[Candidate]:
         """The best strategies, at least one of them with a margin of memory if any has one;
         the nearest layout if nothing fits."""
         found = self.strategies(most)
-        if any(map(self.has_margin, found)):
+        if self.with_margin(found):
             return found
-        safest = [*islice(filter(self.has_margin, self.by_time()), 1)]
+        safest = self.with_margin(self.ranked)[:1]
         return [*found[: max(1, most - 1)], *safest] if safest else found
 
 
@@ -264,116 +246,92 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
     if on_cpu or not found.fits:  # a CPU would offload to its own memory
         return found
     for one in tried[tried.index(first) + 1 :]:
-        if found.has_margin(found.best):
+        if found.room(found.best) == "fits":
             break
         same = one._replace(largest_tensor=first.largest_tensor)
         if one.offload == first.offload or one.context != first.context:
             continue
         if (other := _search(job, cluster, same)) is not None:
-            found = replace(found, splits=(*found.splits, *other.splits))
+            found = replace(found, partial=(*found.partial, *other.partial))
     return found
 
 
 def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | None:
     """The search with at most this fallback; None if there is no layout."""
-    splits = tuple(
-        Splits(partial, cluster)
-        for partial in partial_layouts(job, fallback)
-        if partial.micro_batches
-    )
-    return Search(job, cluster, fallback, splits) if splits else None
+    partial = tuple(one for one in partial_layouts(job, fallback) if one.micro_batches)
+    return Search(job, cluster, fallback, partial) if partial else None
 
 
-def _by_time(every: Sequence["Splits"]) -> Iterator[Candidate]:
-    """Layouts that fit, fastest first. A micro batch is evaluated once nothing else is faster
-    than its lower bound."""
-    number = count()  # equally fast ones stay in order
-    waiting: list[tuple[float, int, Splits | Candidate, int]] = [
-        (least_s, next(number), splits, size)
-        for splits in every
-        for size, least_s in splits.least_s()
-    ]
-    heapify(waiting)
-    while waiting:
-        _, _, found, size = heappop(waiting)
-        if isinstance(found, Candidate):
-            yield found
-            continue
-        for one in found.fitting(size):
-            heappush(waiting, (_seconds(one), next(number), one, size))
+def _as_fast(by_time: list[Candidate], within: float) -> list[Candidate]:
+    """Those that are slower than the first by at most this share."""
+    limit_s = (1 + within) * _seconds(by_time[0])
+    return [one for one in by_time if _seconds(one) <= limit_s]
 
 
-# The batch splits of a layout
+# The batch splits and recomputes of a partial layout
 
 
-@dataclass(frozen=True)
-class Splits:
-    """The batch splits and recomputes of a partial layout on a cluster."""
+def _smallest(partial: PartialLayout, cluster: Cluster) -> Candidate:
+    """The one that needs least memory."""
+    return _measured(partial, cluster, partial.micro_batches[0], partial.recomputes[-1])
 
-    partial: PartialLayout
-    cluster: Cluster
 
-    @cached_property
-    def smallest(self) -> Candidate:
-        """The one that needs least memory."""
-        return self.measured(self.partial.micro_batches[0], self.partial.recomputes[-1])
+def _fitting(partial: PartialLayout, cluster: Cluster) -> Iterator[Candidate]:
+    """Of each micro batch the layouts that fit: with the least of the usual recomputes, and
+    those of some layers that are faster or leave a margin."""
+    if room(_smallest(partial, cluster), cluster) == "does not fit":
+        return
+    for size in partial.micro_batches:
+        for way in partial.recomputes:
+            one = _measured(partial, cluster, size, way)
+            if room(one, cluster) != "does not fit":
+                for found in (one, *_recomputing_some(partial, cluster, one)):
+                    step_s = _step_s(partial.workload, found.layout, cluster)
+                    yield found._replace(step_s=step_s)
+                break
 
-    @cached_property
-    def fits(self) -> bool:
-        """Whether any fits."""
-        return room(self.smallest, self.cluster) != "does not fit"
 
-    def least_s(self) -> Iterator[tuple[int, float]]:
-        """Each micro batch, and a lower bound of the seconds of a step with it."""
-        partial, sizes = self.partial, self.partial.micro_batches
-        layout = partial.split(1, *partial.recomputes[0])
-        bounds = least_step_s(partial.workload, layout, self.cluster, sizes)
-        return zip(sizes, (_ROUNDED * one for one in bounds), strict=True)
+def _recomputing_some(
+    partial: PartialLayout, cluster: Cluster, fits: Candidate
+) -> Iterator[Candidate]:
+    """Where a layout recomputes all layers, or leaves no margin of memory: the same with as
+    few recomputed layers as leave one, or else as fit."""
+    workload, recomputes = partial.workload, partial.recomputes
+    most = max(stage_layers(workload.spec.layers, *fits.layout.division))
+    able = can_recompute_some(workload.spec, partial.pair)
+    if not able or not {"none", "full"} <= {way for way, _ in recomputes} or most == 1:
+        return
+    full, size = fits.layout.recompute == "full", fits.layout.micro_batch
+    if not full and room(fits, cluster) == "fits":
+        return
+    counts: list[Recompute] = ["none", *range(1, most)]
+    for loss in dict.fromkeys(loss for _, loss in recomputes):
+        # Memory shrinks with every recomputed layer.
+        for enough in ("fits", "tight") if full else ("fits",):
+            index = bisect_left(
+                counts,
+                True,
+                key=lambda count: (
+                    room(_measured(partial, cluster, size, (count, loss)), cluster)
+                    in ("fits", enough)
+                ),
+            )
+            if index < len(counts):
+                yield _measured(partial, cluster, size, (counts[index], loss))
+                break
 
-    def fitting(self, size: int) -> Iterator[Candidate]:
-        """Layouts with this micro batch that fit: with the least of the usual recomputes, and
-        those of some layers that are faster or leave a margin."""
-        for way in self.partial.recomputes if self.fits else ():
-            one = self.measured(size, way)
-            if room(one, self.cluster) != "does not fit":
-                yield from map(self._timed, (one, *self._recomputing_some(one)))
-                return
 
-    def _recomputing_some(self, fits: Candidate) -> Iterator[Candidate]:
-        """Where a layout recomputes all layers, or leaves no margin of memory: the same with as
-        few recomputed layers as leave one, or else as fit."""
-        workload, recomputes = self.partial.workload, self.partial.recomputes
-        most = max(stage_layers(workload.spec.layers, *fits.layout.division))
-        able = can_recompute_some(workload.spec, self.partial.pair)
-        if not able or not {"none", "full"} <= {way for way, _ in recomputes} or most == 1:
-            return
-        full, size = fits.layout.recompute == "full", fits.layout.micro_batch
-        if not full and room(fits, self.cluster) == "fits":
-            return
-        counts: list[Recompute] = ["none", *range(1, most)]
-        for loss in dict.fromkeys(loss for _, loss in recomputes):
-            for enough in ("fits", "tight") if full else ("fits",):
+def _measured(
+    partial: PartialLayout, cluster: Cluster, size: int, way: tuple[Recompute, LossKernel]
+) -> Candidate:
+    """Memory with this micro batch and recompute."""
+    return demand(partial.workload, partial.split(size, *way), cluster)
 
-                def is_enough(
-                    count: Recompute, loss: LossKernel = loss, enough: str = enough
-                ) -> bool:
-                    one = self.measured(size, (count, loss))
-                    return room(one, self.cluster) in ("fits", enough)
 
-                # Memory shrinks with every recomputed layer.
-                index = bisect_left(counts, True, key=is_enough)
-                if index < len(counts):
-                    yield self.measured(size, (counts[index], loss))
-                    break
-
-    def measured(self, size: int, way: tuple[Recompute, LossKernel]) -> Candidate:
-        """Memory with this micro batch and recompute."""
-        return demand(self.partial.workload, self.partial.split(size, *way), self.cluster)
-
-    def _timed(self, one: Candidate) -> Candidate:
-        """The same with its speed."""
-        time = step_time(self.partial.workload, one.layout, self.cluster)
-        return one._replace(step_s=time.total_s)
+@lru_cache(maxsize=1 << 15)
+def _step_s(workload: Workload, layout: Layout, cluster: Cluster) -> float:
+    """Kept, as explanations search the same layouts again."""
+    return step_time(workload, layout, cluster).total_s
 
 
 def _drawbacks(one: Candidate) -> tuple[float, ...]:

@@ -4,8 +4,8 @@ A pipeline is as fast as its busiest stage; the others wait for it (the bubble).
 throughout (`terms.STEP`): no loop over layers or micro batches.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
@@ -162,37 +162,6 @@ def step_time(
         **host_copies(place, share),
     }
     return StepTime(place, terms.STEP.evaluate(symbols))
-
-
-def least_step_s(
-    workload: Workload, layout: Layout, cluster: Cluster, sizes: Sequence[int]
-) -> Iterator[float]:
-    """A lower bound of a step's seconds with each micro batch of `sizes`; `layout` has a micro
-    batch of 1: the passes of all micro batches and the bubble, with stages that are as even as
-    possible."""
-    workload, one, layers = workload.in_layout(layout), _of_layers(layout), workload.spec.layers
-    most = max(layers_of_stages(layers, *layout.division))
-    again = sum(recomputed_of_stages(layout.recompute, layers, *layout.division))
-    known = _layers_and_head_s(workload, one, cluster, layout.pp == 1)
-    for size in sizes:
-        if size not in known:
-            sized = replace(one, micro_batch=size)
-            layer = _layer(workload, sized, cluster, DEFAULT, layout.pp == 1)
-            known[size] = (
-                layer["forward_s"] + layer["backward_s"], layer["repeated_s"], layer["head_s"]
-            )  # fmt: skip
-        layer_s, again_s, head_s = known[size]
-        whole = layers * layer_s + again * again_s + head_s
-        busiest = max(most * layer_s, whole / layout.pp)
-        yield layout.gradient_accumulation / size * busiest + (whole - busiest) / layout.vpp
-
-
-@lru_cache(maxsize=1 << 10)
-def _layers_and_head_s(
-    *_where: Workload | Layout | Cluster | bool,
-) -> dict[int, tuple[float, ...]]:
-    """Known seconds by micro batch."""
-    return {}
 
 
 def _of_layers(layout: Layout) -> Layout:
