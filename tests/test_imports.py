@@ -53,7 +53,6 @@ LAYERS = (
     ("toolkit.plan",),
     ("toolkit.intake",),
     ("toolkit.data",),
-    ("toolkit.planning",),
     ("toolkit.checkpoint",),
     ("toolkit.engines",),
     ("toolkit.foreign",),

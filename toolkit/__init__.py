@@ -12,7 +12,7 @@ _HOMES = {
     "RehearsalResult": "toolkit.rehearse.rehearsal",
     "launch_recipe": "toolkit.launchers.launching",
     "load_recipe": "toolkit.intake.load",
-    "plan_recipe": "toolkit.planning",
+    "plan_recipe": "toolkit.plan.planned",
     "rehearse_recipe": "toolkit.rehearse.rehearsal",
 }
 """Of the Python API (docs/accelerate.md), imported when used; its types are in __init__.pyi."""

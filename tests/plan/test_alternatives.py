@@ -17,7 +17,7 @@ from toolkit.plan.alternatives import Alternative, over, remedies, what_if
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, placed_on, plan_of, plan_recipe, settled
 from toolkit.plan.reasons import reasons
-from toolkit.plan.search import MARGIN, Search, room, search
+from toolkit.plan.search import MARGIN, Search, demand, room, search
 from toolkit.recipe.schema import Recipe
 
 SEVENTY = ("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain")

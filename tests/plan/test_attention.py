@@ -9,11 +9,10 @@ from torch import nn
 from tests.plan.making import TINY, recipe
 from toolkit.engines.build import _try_first
 from toolkit.errors import RecipeError
-from toolkit.plan.cost.workload import Workload
+from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.ledger import ledger
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, plan_recipe, settled
-from toolkit.plan.workloads import workload_of
 
 HOPPER = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
 LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 4}

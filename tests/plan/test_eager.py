@@ -8,9 +8,8 @@ from tests.plan.making import RECIPES, TINY, recipe
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.eager import eager
-from toolkit.plan.cost.workload import Workload
+from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.planner import explore
-from toolkit.plan.workloads import workload_of
 
 
 def test_what_scores_keep() -> None:

@@ -138,12 +138,10 @@ def test_ligers_loss_needs_less_memory_and_no_less_time() -> None:
 QWEN3 = "qwen/qwen3-30b-a3b-pretrain"
 
 
-def test_small_experts_are_grouped() -> None:
-    """Whose products are shorter than what the host needs to start them."""
+def test_experts_of_megatron_core_are_grouped() -> None:
     megatron = {"parallel__engine": "megatron"}
     plan = planned(QWEN3, **megatron)
     assert plan.layout.experts == "grouped"
-    assert "experts grouped: auto; an expert's products take 0.059 ms" in why(plan, "experts")
     recipe = load_recipe(Path(RECIPES / f"{QWEN3}.yaml"), overrides(megatron))
     assert BACKENDS[plan.engine].render(recipe, plan.layout)["transformer"]["moe_grouped_gemm"]
     assert plan_recipe(settled(recipe, plan)).layout == plan.layout
@@ -155,7 +153,6 @@ def test_small_experts_are_grouped() -> None:
 @pytest.mark.parametrize(
     ("recipe", "settings", "reason"),
     [
-        ("mistral/mixtral-8x7b-pretrain", {}, "an expert's products take 1.1 ms, longer than"),
         ("mistral/mixtral-8x7b-pretrain", {"parallel__expert": 8}, "a rank has one expert"),
         (QWEN3, {"cluster__gpu": "a100-80gb"}, "bf16 on hopper and blackwell alone"),
         (QWEN3, {"cluster__gpu": "h100-80gb", "training__precision": "fp32"}, "bf16 on hopper"),
@@ -175,7 +172,6 @@ def test_stacked_experts_are_grouped() -> None:
     one = {"parallel__engine": "fsdp", "parallel__expert": 1, "cluster__gpu": "h100-80gb"}
     plan = planned(QWEN3, **one)
     assert plan.layout.experts == "grouped"
-    assert "each expert's gradient is as large as that of all" in why(plan, "experts")
     single = planned(QWEN3, **one, kernels__experts="sequential")
     assert plan.step_time_s is not None and single.step_time_s is not None
     assert single.step_time_s > 2 * plan.step_time_s

@@ -7,10 +7,10 @@ import pytest
 from tests.plan.making import recipe
 from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout, Pair
-from toolkit.models.families import model_spec
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.time import step_time
-from toolkit.plan.cost.workload import planned_workload
+from toolkit.plan.cost.workload import workload_of
+from toolkit.plan.request import PlanRequest
 
 H100 = parse_cluster("8x8xh100-80gb")
 ENGINES = [Pair("deepspeed", "hf"), Pair("megatron", "megatron"), Pair("fsdp", "hf")]
@@ -26,9 +26,9 @@ LAYOUTS = [
 def test_a_pair_costs_what_two_sequences_do(pair: Pair, layout: Layout) -> None:
     wanted = recipe(training__objective="dpo")
     assert wanted.model.config is not None
-    spec, training = model_spec(wanted.model.config), wanted.training
-    pairs = planned_workload(spec, training, pair)
-    single = planned_workload(spec, training.model_copy(update={"objective": "pretrain"}), pair)
+    job = PlanRequest.of(wanted, wanted.cluster, wanted.model.config)
+    alone = wanted.training.model_copy(update={"objective": "pretrain"})
+    pairs, single = (workload_of(one, pair) for one in (job, job.asking(training=alone)))
     assert (pairs.rows_per_sample, single.rows_per_sample) == (2, 1)
     twice = replace(layout, micro_batch=2 * layout.micro_batch)
     assert peak_memory(pairs, layout) == peak_memory(single, twice)

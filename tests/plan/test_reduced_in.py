@@ -8,9 +8,9 @@ import pytest
 
 from tests.plan.making import recipe
 from toolkit.plan.cost.traffic import reduce_bytes
+from toolkit.plan.cost.workload import workload_of
 from toolkit.plan.planner import explore
 from toolkit.plan.search import Search
-from toolkit.plan.workloads import workload_of
 
 GPUS = {"cluster__gpu": "h100-80gb", "cluster__nodes": 2, "training__precision": "bf16"}
 

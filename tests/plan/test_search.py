@@ -29,7 +29,7 @@ from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.models.hub import model_config
 from toolkit.plan.alternatives import over
 from toolkit.plan.cost.time import step_time
-from toolkit.plan.cost.workload import planned_workload
+from toolkit.plan.cost.workload import workload_of
 from toolkit.plan.planner import explore, plan_recipe
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import kernels
@@ -45,7 +45,6 @@ from toolkit.plan.search import (
     search,
 )
 from toolkit.plan.space import fallbacks, partial_layouts
-from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe
 
 # Against a plain enumeration
@@ -56,7 +55,7 @@ def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
     spec, world, batch = job.spec, cluster.gpus, job.training.global_batch_size
     powers = [2**power for power in range(8)]
     for pair, support in table().items():
-        workload = planned_workload(spec, job.training, pair)
+        workload = workload_of(job, pair)
         grid = product(
             [
                 tp

@@ -236,12 +236,8 @@ def test_utilization_follows_from_the_step_time() -> None:
     found = step_time(MODERN, layout, parse_cluster("8xh100-80gb"))
     flops = found.tokens * LLAMA_8B.flops_per_token(8192, causal=True)
     assert found.utilization() == pytest.approx(flops / found.total_s / 8 / 989.5e12)
-    mfu, full, hfu = (
-        found.utilization(one) or 0 for one in ("mfu_causal", "mfu_full", "hfu_full")
-    )  # type: ignore[arg-type]
-    assert mfu < full < hfu
     # Full recompute repeats all but the logits: nearly 4/3.
-    assert 1.28 < hfu / full < 4 / 3
+    assert 1.28 < (found.utilization(recomputed=True) or 0) / found.utilization() < 4 / 3
 
 
 def test_a_cpu_has_a_time_but_no_utilization() -> None:

@@ -19,7 +19,7 @@ from toolkit.hardware.cluster import Cluster
 from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.alternatives import over, what_if
-from toolkit.plan.cost.efficiency import TABLE
+from toolkit.plan.cost.workload import workload_of
 from toolkit.plan.dimensions import batch_text, layout_text, recompute_text
 from toolkit.plan.estimate import (
     Estimate,
@@ -29,11 +29,9 @@ from toolkit.plan.estimate import (
     machine_output,
 )
 from toolkit.plan.ledger import Kind, LedgerEntry
-from toolkit.plan.planned import Planned
+from toolkit.plan.planned import Planned, plan_recipe
 from toolkit.plan.reasons import why
 from toolkit.plan.search import Candidate, Search
-from toolkit.plan.workloads import workload_of
-from toolkit.planning import plan_recipe
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 from toolkit.text.units import human, seconds
@@ -161,7 +159,7 @@ def _entry(found: Search, one: Candidate) -> dict[str, Any]:
         "model": one.pair.model,
         "layout": one.layout.to_dict(),
         **machine_output(by_part),
-        "hfu": by_part.time.utilization("hfu_causal"),
+        "hfu": by_part.time.utilization(recomputed=True),
         "peak_gib": one.memory_gib,
         "fits": by_part.fits,
         "room": by_part.room,
@@ -271,10 +269,6 @@ def _explained(
     yield Text("  what if: the best plan with one setting changed", "dim")
     yield from plan_tables.alternatives(found)
     yield from plan_tables.formulas(derivations(by_part))
-    yield Text("  constants (docs/planner.md has all)", "dim")
-    for name in by_part.time.constants():
-        text = f"{name} {TABLE[name].value:g}: {TABLE[name].origin}"
-        yield from plan_tables.wrapped(text, "  - ", "    ")
     yield Text("  compared with one process in fp32", "dim")
     for entry in entries:
         kind = (f"  {entry.kind:<12} ", _COLOURS[entry.kind])

@@ -10,7 +10,6 @@ from toolkit.backend import BACKENDS
 from toolkit.data.remote import PACKAGES
 from toolkit.launcher import LAUNCHERS
 from toolkit.models.hub import ShapeUnknown, model_config
-from toolkit.plan.checkpoint_size import checkpoint_bytes
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.run.assignment import Assignment, decide
@@ -159,9 +158,10 @@ def _ops(assignment: Assignment | None) -> dict[str, str]:
 
 
 def _checkpoint_bytes(assignment: Assignment | None) -> int | None:
-    """With adapters, nothing of what does not train (docs/checkpoints.md)."""
+    """fp32 weights, and both of Adam's moments of what trains; with adapters, nothing of what
+    does not train (docs/checkpoints.md)."""
     if assignment is None:
         return None
     plan, adapted = assignment.plan, assignment.recipe.adapter is not None
     frozen = plan.frozen_parameters
-    return checkpoint_bytes(plan.parameters - frozen, 0 if adapted else frozen)
+    return 12 * (plan.parameters - frozen) + (0 if adapted else 4 * frozen)

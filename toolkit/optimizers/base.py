@@ -56,8 +56,6 @@ class WholeTensors:
     """The dtype in which gradients are sent to the owner, and updates back."""
     by_replicas: bool = True
     """Ranks that hold a whole tensor all update it, which costs less than sending it."""
-    moved_bytes: int = 0
-    """Bytes that an owner moves per element."""
     products: Callable[[Shape], tuple[int, Sequence[Product]]] = lambda _shape: (0, ())
     """Matrix products of an update: how often which ones."""
 

@@ -9,11 +9,10 @@ from toolkit.models.hub import model_config
 from toolkit.plan.cost import terms
 from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.time import StepTime, step_time
-from toolkit.plan.cost.workload import Workload
+from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.search import Candidate, Room, demand, device_memory, room
-from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe
 from toolkit.text.units import GIB
 
@@ -72,7 +71,7 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
 
 def derivations(found: Estimate) -> dict[str, dict[str, Any]]:
     """How the numbers of an estimate are computed, by part."""
-    of_peak = found.time.of_peak("mfu_causal")
+    of_peak = found.time.of_peak()
     if of_peak is not None:
         terms.UTILIZATION.evaluate(of_peak)
     return {

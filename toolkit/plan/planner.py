@@ -13,7 +13,7 @@ from toolkit.models.hub import model_config
 from toolkit.plan.alternatives import remedies
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
-from toolkit.plan.cost.workload import Workload
+from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.dimensions import settings
 from toolkit.plan.plan import BatchCost, Plan
 from toolkit.plan.reasons import reasons, with_context
@@ -21,7 +21,6 @@ from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.search import Search, search
-from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import Recipe
 
 _LOSS_SCALE = 2.0**16
@@ -104,7 +103,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         step_time_s=time.total_s,
         tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
         mfu=time.utilization(),
-        hfu=time.utilization("hfu_causal"),
+        hfu=time.utilization(recomputed=True),
         attention="eager" if kernel == "eager" else "sdpa",
         attention_kernel=kernel,
         loss_scale=first_loss_scale(training.precision),

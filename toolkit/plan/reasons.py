@@ -37,6 +37,8 @@ def reasons(found: Search, built_gib: float) -> Iterator[str]:
     rest = "; torch's other kernels where it cannot" if kernel in ("cudnn", "flash") else ""
     yield f"attention {kernel}: {because}{rest}"
     yield f"overlap {_overlap(job, best)}"
+    if job.optimizer.kind.whole is not None:
+        yield f"optimizer {job.optimizer.name}: its step is timed as AdamW's"
     if found.cluster.gpu.memory_gib is None and found.cluster.gpu.measured is None:
         yield "speed: nominal; `dmt doctor --calibrate` measures that of a CPU"
     if job.training.deterministic:
@@ -136,7 +138,7 @@ def _note(found: Search, field: str) -> str:
         return f"{tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
     if field == "experts" and job.kernels.experts == "auto":
         settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
-        return kernels.experts_reason(job, found.best.pair, settled)
+        return kernels.experts_objection(job, found.best.pair, settled)
     if field.startswith("offload_") and DIMENSION[field].of(job) == "auto":
         return "without it nothing fits with a margin of memory"
     return ""

@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 from toolkit.errors import PlanError
 from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute, Stage
-from toolkit.plan.cost.workload import Workload
+from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.dimensions import DIMENSIONS
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality
 from toolkit.plan.rules.legality import divisors, table
 from toolkit.plan.rules.models import able_pairs, pair_problems
-from toolkit.plan.workloads import workload_of
 from toolkit.recipe.schema import ParallelSection
 
 Offload = tuple[Placement, Placement]

@@ -1,19 +1,15 @@
-"""What 8-bit AdamW keeps and moves, counted by hand."""
+"""What 8-bit AdamW keeps and what owners compute, counted by hand."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
 
-from tests.plan.making import TINY, optimizer_of
-from toolkit.hardware.cluster import default_cluster
+from tests.plan.making import optimizer_of
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
-from toolkit.plan.cost.efficiency import DEFAULT
+from toolkit.optimizers.muon import MUON
 from toolkit.plan.cost.memory import model_states_gib, peak_memory
-from toolkit.plan.cost.operators import device
 from toolkit.plan.cost.owned import owner_updates
-from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.text.units import GIB
 
@@ -22,16 +18,6 @@ SHAPE = {
     "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 512,
 }  # fmt: skip
 EMBEDDING, NORMS = 512 * 64, 2 * 64
-LLAMA = TINY | {
-    "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "num_hidden_layers": 6,
-}  # fmt: skip
-CLUSTER = default_cluster(1, 8, "h100-80gb")
-
-
-def workload(config: Mapping[str, object], optimizer: str) -> Workload:
-    updates = owner_updates(config, (), optimizer_of(optimizer))
-    return Workload(model_spec(config), 1024, "bf16", "ddp", updates=updates)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -57,13 +43,13 @@ def test_8_bit_states(tied: bool) -> None:
     assert 0 < with_rule - without <= 2 * 4 * (64 * 128 if tied else EMBEDDING)
 
 
-def test_8_bit_moves_memory() -> None:
-    """All but the embedding, which is the head here, too."""
-    train = workload(LLAMA, "adamw_8bit")
-    gpu = device(CLUSTER.gpu, train, DEFAULT)
-    with_rule, without = (
-        step_time(one, Layout(), CLUSTER)["update"]
-        for one in (train, replace(train, updates=None))
-    )
-    owned = train.spec.parameters.total - LLAMA["vocab_size"] * 1024
-    assert (with_rule - without) * gpu.memory / 28 == pytest.approx(owned)
+def test_operations_by_which_muon_spreads_matrices() -> None:
+    assert MUON.whole is not None
+    operations = MUON.whole.operations
+    assert operations((2, 3)) == operations((3, 2)) == 5 * (24 + 16 + 24)
+
+
+def test_frozen_matrices_have_no_owner() -> None:
+    frozen = owner_updates(SHAPE, ("model.layers.*",), optimizer_of("muon"))
+    assert frozen is not None
+    assert frozen.tensors == ()

@@ -37,9 +37,6 @@ ADAMW_8BIT = OptimizerKind(
         lambda tensor, _dimensions: not is_embedding(tensor),
         quantities=_CODED,
         owned=lambda shape: MOMENTS if prod(shape) < MIN_SIZE else tuple(_CODED),
-        # The update cleared (4), read and written (8), gradient (4) and codes (4), the copy of
-        # the result (8).
-        moved_bytes=28,
     ),
     reference="toolkit.extras.optimizers.adamw_8bit_update:reference",
     ledger=Ledger(

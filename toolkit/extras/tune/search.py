@@ -13,7 +13,7 @@ from toolkit.extras.tune.space import Space, overrides_of, suggest
 from toolkit.extras.tune.study import Study, TuneRequest
 from toolkit.extras.tune.trial import Followed
 from toolkit.intake.load import load_recipe
-from toolkit.planning import plan_recipe
+from toolkit.plan.planned import plan_recipe
 from toolkit.recipe.schema import Recipe
 
 _REDUCTION = 2

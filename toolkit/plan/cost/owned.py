@@ -6,20 +6,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 from toolkit.layout import Layout
 from toolkit.models.families import mapped
 from toolkit.models.frozen import matching
-from toolkit.optimizers.base import OPTIMIZERS, WholeTensors
+from toolkit.optimizers.base import OPTIMIZERS, Shape, WholeTensors
 from toolkit.recipe.schema import OptimizerSection
-
-
-class OwnedTensor(NamedTuple):
-    """A checkpoint tensor that is updated as a whole."""
-
-    shape: tuple[int, ...]
-    expert: bool
 
 
 @dataclass(frozen=True)
@@ -28,8 +20,8 @@ class OwnerUpdates:
 
     optimizer: str
     """`optimizer.name`."""
-    tensors: tuple[tuple[OwnedTensor, int], ...]
-    """With how many there are of each."""
+    tensors: tuple[tuple[Shape, int], ...]
+    """Their shapes, with how many there are of each."""
     largest: int
     """Elements of the largest one."""
 
@@ -43,7 +35,7 @@ class OwnerUpdates:
     def state_bytes(self, layout: Layout) -> float:
         """Bytes of owners' states on a rank that holds all layers."""
         each = self.whole.owner_bytes
-        held = sum(count * each(tensor.shape) for tensor, count in self.tensors)
+        held = sum(count * each(shape) for shape, count in self.tensors)
         return held if replicated(layout) else held / (layout.world // layout.pp)
 
 
@@ -62,23 +54,22 @@ def owner_updates(
     shapes = _shapes(config)
     frozen = matching(freeze, shapes)
     counts = Counter(
-        tensor
-        for name, tensor in shapes.items()
-        if name not in frozen and whole.takes(name, len(tensor.shape))
+        shape
+        for name, shape in shapes.items()
+        if name not in frozen and whole.takes(name, len(shape))
     )
-    largest = max((prod(tensor.shape) for tensor in counts), default=0)
+    largest = max(map(prod, counts), default=0)
     return OwnerUpdates(optimizer.name, tuple(counts.items()), largest)
 
 
-def _shapes(config: Mapping[str, object]) -> dict[str, OwnedTensor]:
+def _shapes(config: Mapping[str, object]) -> dict[str, Shape]:
     """Every checkpoint tensor; a transposed one as megatron-core holds it."""
-    found: dict[str, OwnedTensor] = {}
+    found: dict[str, Shape] = {}
     for instance in mapped(config).instances():
         tensor = instance.tensor
         numbers = {"layer": instance.layer, "expert": instance.expert}
         columns = () if tensor.columns is None else (tensor.columns,)
         for part in (part for stack in tensor.stacks for part in stack):
             name = part.tensor.format(**numbers)
-            rows = max(part.stop, *(found[name].shape[:1] if name in found else ()), 0)
-            found[name] = OwnedTensor((rows, *columns), instance.expert is not None)
+            found[name] = (max(part.stop, *found.get(name, ())[:1], 0), *columns)
     return found

@@ -174,7 +174,7 @@ STEP = Formulas(
          "gradients, and weights that ZeRO-3 gathers again", "waiting: data_reduce"),
     Term("bubble", "other_stages_s / chunks",
          f"one micro batch on each other stage: {SCHEDULE}", "pipeline bubble"),
-    Term("update", "update_bytes * updated / update_bytes_per_s + owners_s",
+    Term("update", "update_bytes * updated / update_bytes_per_s",
          "bytes of AdamW per parameter, read and written", "optimizer"),
     Term("out_s", "loaded_bytes / loading_bytes_per_s", "weights, for each pass"),
     Term("back_s", "out_s + sums_bytes / host_bytes_per_s", "and sums of gradients"),

@@ -7,17 +7,15 @@ throughout (`terms.STEP`): no loop over layers or micro batches.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Literal
 
 from toolkit.hardware.cluster import Cluster
-from toolkit.layout import Layout, Recompute
+from toolkit.layout import Layout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost import terms
 from toolkit.plan.cost.collectives import network
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.operators import (
     SAVED_PRODUCTS,
-    attention_kernel,
     device,
     head_time,
     layer_time,
@@ -34,10 +32,6 @@ from toolkit.plan.cost.traffic import (
 )
 from toolkit.plan.cost.update import host_copies, update_symbols
 from toolkit.plan.cost.workload import Workload
-
-Convention = Literal["mfu_causal", "mfu_full", "hfu_causal", "hfu_full"]
-"""Utilization by the model's FLOPs, or also those that are recomputed; attention counted as
-masked, or every query with every key (Megatron's papers, NVIDIA)."""
 
 
 @dataclass(frozen=True)
@@ -76,25 +70,20 @@ class StepTime:
         """Of one device."""
         return self.tokens_per_s / self.place.layout.world
 
-    def utilization(self, convention: Convention = "mfu_causal") -> float | None:
-        """Of the device's peak; None where none is known."""
-        symbols = self.of_peak(convention)
-        if symbols is None:
-            return None
-        return terms.UTILIZATION.evaluate(symbols)["utilization"]
+    def utilization(self, *, recomputed: bool = False) -> float | None:
+        """MFU, or HFU with what recompute repeats; None where the device's peak is unknown."""
+        symbols = self.of_peak(recomputed=recomputed)
+        return None if symbols is None else terms.UTILIZATION.evaluate(symbols)["utilization"]
 
-    def of_peak(self, convention: Convention) -> dict[str, float] | None:
+    def of_peak(self, *, recomputed: bool = False) -> dict[str, float] | None:
         """The symbols of `terms.UTILIZATION`."""
-        place, peak = (
-            self.place,
-            self.place.cluster.gpu.peak_flops(self.place.workload.precision),
-        )
+        layout, workload = self.place.layout, self.place.workload
+        peak = self.place.cluster.gpu.peak_flops(workload.precision)
         if peak is None:
             return None
-        layout, workload = place.layout, place.workload
-        per_token = _flops_per_token(workload, layout.recompute, layout.division)[convention]
-        if layout.loss != "whole" and convention.startswith("hfu"):
-            per_token += 2 * workload.spec.vocab * workload.spec.hidden
+        per_token = workload.spec.flops_per_token(workload.sequence_length, causal=True)
+        if recomputed:
+            per_token += _recomputed_flops(workload, layout)
         return {
             "tokens": self.tokens,
             "flops_per_token": per_token,
@@ -102,22 +91,6 @@ class StepTime:
             "gpus": layout.world,
             "peak_flops_per_s": peak,
         }
-
-    def constants(self) -> list[str]:
-        """Names in `efficiency.TABLE` of what decides its rates."""
-        place, gpu = self.place, self.place.cluster.gpu
-        of = ".cpu" if gpu.generation == "cpu" else ""
-        links = {place.cluster.node_link.kind, place.cluster.network.kind}
-        return [
-            f"matmul.{gpu.like or gpu.name}",
-            f"matmul.half_k{of}",
-            f"attention.{attention_kernel(gpu, place.workload)}",
-            f"attention.half_sequence{of}",
-            "memory",
-            f"kernel.gap_s{of}",
-            *sorted(f"link.{kind}" for kind in links),
-            place.workload.cost.overlap,
-        ]
 
 
 def step_time(
@@ -212,38 +185,20 @@ def _layer(
     return terms.LAYER.evaluate(symbols)
 
 
-@lru_cache(maxsize=1024)
-def _flops_per_token(
-    workload: Workload, recompute: Recompute, division: tuple[int, int, tuple[int, ...]]
-) -> Mapping[str, float]:
-    """FLOPs per token of training (mfu), and including recompute (hfu), attention counted as
-    masked (causal) or in full."""
-    spec, length = workload.spec, workload.sequence_length
-    found = {}
-    share = sum(recomputed_of_stages(recompute, spec.layers, *division)) / spec.layers
-    for convention in ("causal", "full"):
-        causal = convention == "causal"
-        forward = spec.forward_flops_per_token(length, causal=causal)
-        training = spec.flops_per_token(length, causal=causal)
-        again = _recomputed_flops(workload, recompute, share, forward)
-        found[f"mfu_{convention}"] = training
-        found[f"hfu_{convention}"] = training + spec.reached * again
-    return found
-
-
-def _recomputed_flops(
-    workload: Workload, recompute: Recompute, share: float, forward: float
-) -> float:
-    """Forward FLOPs per token that the backward pass recomputes, of which `share` of the layers
-    as a whole."""
-    if recompute == "none":
-        return 0.0
-    spec = workload.spec
-    attention = forward - _weight_flops(spec)
-    products = _weight_flops(spec) - 2 * spec.vocab * spec.hidden
-    if recompute == "selective" and workload.cost.selective == "products":
-        return (1 - SAVED_PRODUCTS) * products
-    return attention if recompute == "selective" else share * (products + attention)
+def _recomputed_flops(workload: Workload, layout: Layout) -> float:
+    """Forward FLOPs per token that the backward pass repeats, attention counted as masked."""
+    spec, recompute = workload.spec, layout.recompute
+    head = 2 * spec.vocab * spec.hidden
+    weights = _weight_flops(spec)
+    attention = spec.forward_flops_per_token(workload.sequence_length, causal=True) - weights
+    again, products = 0.0, weights - head
+    if recompute == "selective":
+        by_product = workload.cost.selective == "products"
+        again = (1 - SAVED_PRODUCTS) * products if by_product else attention
+    elif recompute != "none":
+        recomputed = recomputed_of_stages(recompute, spec.layers, *layout.division)
+        again = sum(recomputed) / spec.layers * (products + attention)
+    return spec.reached * again + (head if layout.loss != "whole" else 0)
 
 
 def _weight_flops(spec: ModelSpec) -> float:

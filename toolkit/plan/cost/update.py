@@ -1,12 +1,8 @@
 """The symbols of the optimizer's step, and of CPU and NVMe offload."""
 
-from functools import lru_cache
-from math import prod
-
 from toolkit.layout import Layout
 from toolkit.plan.cost.engine import FP32_BYTES
-from toolkit.plan.cost.operators import Device, matmul_s
-from toolkit.plan.cost.owned import OwnerUpdates, replicated
+from toolkit.plan.cost.operators import Device
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.traffic import PlacedLayout
 
@@ -28,43 +24,18 @@ def _updated(layout: Layout, share: StageShare) -> float:
 
 
 def update_symbols(place: PlacedLayout, share: StageShare, device: Device) -> dict[str, float]:
-    """The optimizer's step, on the device or on the host."""
+    """The optimizer's step, on the device or on the host; each is timed as AdamW's."""
     cluster, away = place.cluster, place.layout.offload_optimizer != "none"
     host = cluster.host_memory_bytes_per_s * place.efficiency["host.memory"]
     return {
         "update_bytes": place.workload.cost.cpu_update_bytes if away else UPDATE_BYTES,
         "updated": _updated(place.layout, share.trained),
         "update_bytes_per_s": host / _on_node(place) if away else device.memory,
-        "owners_s": 0.0 if away else _owner_s(place, share, device),
     }
 
 
 def _on_node(place: PlacedLayout) -> int:
     return min(place.cluster.gpus_per_node, place.layout.world)
-
-
-def _owner_s(place: PlacedLayout, share: StageShare, device: Device) -> float:
-    """Seconds that a rank of a stage needs for the tensors that it owns."""
-    updates, layout = place.workload.updates, place.layout
-    if updates is None:
-        return 0.0
-    dense_s, experts_s = _all_tensors_s(updates, device)
-    of_stage = share.layers / place.workload.spec.layers
-    if updates.whole.by_replicas and replicated(layout):
-        return of_stage * (dense_s + experts_s / layout.ep)
-    return of_stage * (dense_s + experts_s) * layout.pp / layout.world
-
-
-@lru_cache(maxsize=64)
-def _all_tensors_s(updates: OwnerUpdates, device: Device) -> tuple[float, float]:
-    """Seconds for all of them on one rank: those of all ranks, and those of experts."""
-    whole, seconds = updates.whole, [0.0, 0.0]
-    for tensor, count in updates.tensors:
-        times, products = whole.products(tensor.shape)
-        moved_s = whole.moved_bytes * prod(tensor.shape) / device.memory
-        products_s = sum(matmul_s(*sizes, device, plain=True) for sizes in products)
-        seconds[tensor.expert] += count * (moved_s + times * products_s)
-    return seconds[0], seconds[1]
 
 
 def host_copies(place: PlacedLayout, share: StageShare) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from toolkit.backend import BACKENDS
 from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair, padded_vocab
@@ -10,7 +10,9 @@ from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.owned import OwnerUpdates
 from toolkit.plan.cost.stages import StageShare, stage_share
-from toolkit.recipe.schema import TrainingSection
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules import attention
+from toolkit.plan.rules.legality import table
 
 Attention = Literal["fused", "unfused", "eager"]
 
@@ -148,20 +150,33 @@ def _in_layout(workload: Workload, on: tuple[str, ...], lengths: bool) -> Worklo
     return replace(workload, **off, **dict.fromkeys(on, True))  # type: ignore[arg-type]
 
 
-def planned_workload(
-    spec: ModelSpec, training: TrainingSection, pair: Pair, **fields: Any
-) -> Workload:
-    """What a recipe trains, as this toolkit's engines run it, with other `fields` of the
-    workload: operators are single ones, where no layout compiles them."""
+def workload_of(job: PlanRequest, pair: Pair) -> Workload:
+    """What a recipe trains on an engine and a model implementation: its operators are single
+    ones, where no layout compiles them.
+
+    Without overlap, gradients are reduced after the backward pass, and the pipeline waits for
+    every message; on CPUs, whose cores also communicate, the gain of less overlapping
+    communication was not measured.
+    """
+    on_cpus, auto = job.cluster.gpu == "cpu", job.parallel.overlap == "auto"
+    pays = not on_cpus or not table()[pair].without_overlap
+    kernel, spec = attention.kernel(job), job.spec
     if spec.every_expert and pair.model == "hf":
         spec = replace(spec, experts_per_token=spec.experts)
     return Workload(
         spec,
-        training.sequence_length,
-        training.precision,
+        job.training.sequence_length,
+        job.training.precision if job.kernels.fp8 is None else "fp8",
         pair.engine,
-        rows_per_sample=training.rows_per_sample,
+        rows_per_sample=job.training.rows_per_sample,
         model=pair.model,
         fused_elementwise=False,
-        **fields,
+        # Without a mask a row counts as one document: how long documents are is not known.
+        document_mask=job.isolates and kernel != "varlen",
+        updates=job.updates,
+        reduce_overlap=auto and pays,
+        keeps_sent=auto and on_cpus,
+        attention="eager" if attention.whole_scores(job) else "fused",
+        cudnn=kernel == "cudnn",
+        reduce_bytes=BACKENDS[pair.engine].reduce_bytes(job.parallel.zero),
     )
