@@ -16,6 +16,7 @@ from torch._dynamo.utils import counters
 from tests.engines.small import ACTIVATIONS, batch, saved_bytes, small_model
 from tests.models.configs import CONFIGS
 from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.layout import Layout
 from toolkit.models import compiled
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
@@ -124,7 +125,7 @@ def test_memory(recompute: Any) -> None:
     spec = model_spec({"model_type": "llama", **CONFIGS["llama"], **ACTIVATIONS})
     for parts in ("none", "layers"):
         workload = Workload(spec, 512, "bf16", "ddp", fused_elementwise=parts == "layers")
-        planned = layer_activations(workload, 1, 1, False, 1, recompute).stored.total
+        planned = layer_activations(workload, Layout(recompute=recompute)).stored.total
         kept = (saved_bytes(3, parts, recompute) - saved_bytes(1, parts, recompute)) / 2
         assert kept == pytest.approx(planned, rel=0.02), parts
 

@@ -19,6 +19,7 @@ from tests.triton_cpu import compile_only, interpret
 from toolkit.adapters.huggingface import inject
 from toolkit.adapters.lora import lora_of
 from toolkit.errors import BackendUnavailable
+from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models import liger
 from toolkit.models.families import model_spec
@@ -158,7 +159,7 @@ def test_machine_code_and_memory() -> None:
     workload = Workload(
         spec, 512, "bf16", "ddp", fused_elementwise=False, fused_norms=True, fused_glu=True
     )
-    planned = layer_activations(workload, 1, 1, False, 1, "none").stored.total
+    planned = layer_activations(workload, Layout()).stored.total
     assert kept == pytest.approx(planned, rel=0.02)
 
 

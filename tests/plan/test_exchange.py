@@ -56,7 +56,7 @@ def test_kept_keys_and_values() -> None:
     are keys for. Both keep attention's output twice."""
     kept = {}
     for one in EXCHANGES:
-        layer = layer_activations(WORKLOAD, 1, 8, False, 1, "none", one).stored
+        layer = layer_activations(WORKLOAD, Layout(cp=8, exchange=one)).stored
         kept[one] = layer.qkv + layer.attention
     assert kept["all_gather"] - kept["ulysses"] == 2 * TOKENS / 8 * 6 * 2 * KEYS
 

@@ -45,14 +45,7 @@ ATTENTION, MLP, NORMS = 4 * 64 * 64, 3 * 64 * 128, 2 * 64
 
 def layer_of(train: Workload, layout: Layout) -> LayerActivations:
     """What a layer stores under this layout."""
-    return layer_activations(
-        train,
-        layout.tp,
-        layout.cp,
-        layout.sequence_parallel,
-        layout.micro_batch,
-        layout.recompute,
-    ).stored
+    return layer_activations(train, layout).stored
 
 
 def workload(spec: ModelSpec, **fields: Any) -> Workload:
@@ -266,8 +259,11 @@ def test_llama_layer_by_hand() -> None:
 
 
 def test_the_layer_that_is_recomputed_is_whole_again() -> None:
-    train, shape = workload(UNTIED), (1, 1, False, 4)
-    none, full = (layer_activations(train, *shape, mode) for mode in ("none", "full"))  # type: ignore[arg-type]
+    train = workload(UNTIED)
+    none, full = (
+        layer_activations(train, Layout(micro_batch=4, recompute=mode))  # type: ignore[arg-type]
+        for mode in ("none", "full")
+    )
     again = none.stored.total - full.stored.total
     assert (none.again, full.again) == (0, pytest.approx(again))
     # Gradients: two of the residual stream and three of the MLP's inner size, in 16 bits.

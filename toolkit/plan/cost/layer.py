@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from toolkit.layout import Exchange, Recompute
+from toolkit.layout import Layout
 from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.engine import FP32_BYTES
 from toolkit.plan.cost.exchange import ContextSplit, context_split
@@ -212,17 +212,29 @@ def _bias(workload: Workload, part: Slice, inner: float) -> float:
     return inner + 2 * part.stream * workload.spec.hidden if workload.spec.mlp_bias else 0.0
 
 
-def layer_activations(
-    workload: Workload, tp: int, cp: int, sequence: bool, micro: int, recompute: Recompute,
-    exchange: Exchange = "all_gather",
-) -> Activations:  # fmt: skip
-    """What one micro batch of `micro` samples leaves on a rank per layer.
+def of_micro_batch(layout: Layout) -> Layout:
+    """What decides how a rank computes one micro batch of a layer and of the head: results are
+    kept by it, and are the same for many layouts."""
+    return Layout(
+        dp=layout.dp if layout.ep > 1 else 1,
+        tp=layout.tp,
+        pp=min(layout.pp, 2),
+        cp=layout.cp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+        recompute="full" if isinstance(layout.recompute, int) else layout.recompute,
+        loss=layout.loss,
+        exchange=layout.exchange,
+        micro_batch=layout.micro_batch,
+    )
 
-    `tp`, `cp`: tensor and context parallel degrees; `sequence`: sequence parallel.
-    """
-    tokens = micro * workload.sample_tokens / cp
-    part = Slice(tokens, tp, cp, 1, sequence)
-    split = context_split(workload, exchange, tp, cp, tokens)
+
+def layer_activations(workload: Workload, layout: Layout) -> Activations:
+    """What one micro batch leaves on a rank per layer."""
+    tp, cp, recompute = layout.tp, layout.cp, layout.recompute
+    tokens = layout.micro_batch * workload.sample_tokens / cp
+    part = Slice(tokens, tp, cp, 1, layout.sequence_parallel)
+    split = context_split(workload, layout.exchange, tp, cp, tokens)
     stored = whole = _everything(workload, part, split)
     if recompute == "full":
         stored = _layer_input(workload, part)

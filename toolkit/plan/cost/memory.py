@@ -10,10 +10,8 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from toolkit.layout import (
-    Exchange,
     Layout,
     LossKernel,
-    Recompute,
     loss_chunks,
     recomputed_layers,
     stage_layers,
@@ -23,7 +21,7 @@ from toolkit.plan.cost import terms
 from toolkit.plan.cost.efficiency import DEFAULT
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
 from toolkit.plan.cost.exchange import context_split
-from toolkit.plan.cost.layer import layer_activations
+from toolkit.plan.cost.layer import layer_activations, of_micro_batch
 from toolkit.plan.cost.owned import replicated
 from toolkit.plan.cost.stages import (
     StageShare,
@@ -97,7 +95,7 @@ def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
 
 def _memory(workload: Workload, layout: Layout, share: StageShare, on_device: bool) -> Memory:
     """The peak of one stage: at the loss, in a layer's backward pass, or after all of these."""
-    micro_batch = micro_batch_symbols(workload, *micro_batch_of(layout))
+    micro_batch = micro_batch_symbols(workload, of_micro_batch(layout))
     symbols = {
         **micro_batch,
         **_state_symbols(workload, layout, share),
@@ -200,22 +198,6 @@ def is_whole_again(workload: Workload, layout: Layout) -> bool:
 def degrees(layout: Layout) -> tuple[int, int, int, int, tuple[int, ...]]:
     """Quantities that determine a rank's share of the parameters."""
     return layout.tp, layout.ep, layout.pp, layout.vpp, layout.stages
-
-
-def micro_batch_of(
-    layout: Layout,
-) -> tuple[int, int, int, bool, int, Recompute, LossKernel, Exchange]:
-    """Quantities that determine one micro batch's memory on a rank."""
-    return (
-        layout.tp,
-        layout.cp,
-        layout.pp,
-        layout.sequence_parallel,
-        layout.micro_batch,
-        "full" if isinstance(layout.recompute, int) else layout.recompute,
-        layout.loss,
-        layout.exchange,
-    )
 
 
 # Model states
@@ -380,23 +362,21 @@ def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
 
 
 @lru_cache(maxsize=4096)
-def micro_batch_symbols(
-    workload: Workload, tp: int, cp: int, pp: int, sequence: bool, micro: int,
-    recompute: Recompute, loss: LossKernel, exchange: Exchange,
-) -> Mapping[str, float]:  # fmt: skip
-    """Those that one micro batch has on every stage. See `micro_batch_of`."""
-    spec, width = workload.spec, workload.width
-    layer = layer_activations(workload, tp, cp, sequence, micro, recompute, exchange)
-    tokens = micro * workload.sample_tokens / cp
+def micro_batch_symbols(workload: Workload, layout: Layout) -> Mapping[str, float]:
+    """Those that one micro batch has on every stage; see `of_micro_batch`."""
+    spec, width, tp = workload.spec, workload.width, layout.tp
+    layer = layer_activations(workload, layout)
+    tokens = layout.micro_batch * workload.sample_tokens / layout.cp
     whole = width * tokens * spec.hidden
-    stream = whole / (tp if sequence else 1)
-    messages = whole if sequence and tp > 1 else 0.0  # the gathered sequence
-    if pp > 1:
+    stream = whole / (tp if layout.sequence_parallel else 1)
+    messages = whole if layout.sequence_parallel and tp > 1 else 0.0  # the gathered sequence
+    if layout.pp > 1:
         messages += MESSAGES * stream
-    if cp > 1:
-        messages += width * context_split(workload, exchange, tp, cp, tokens).buffers
+    if layout.cp > 1:
+        split = context_split(workload, layout.exchange, tp, layout.cp, tokens)
+        messages += width * split.buffers
     rows = workload.logit_rows(tp)
-    logit_bytes, chunks, per_weight = _logits(workload, loss, int(tokens), tp)
+    logit_bytes, chunks, per_weight = _logits(workload, layout.loss, int(tokens), tp)
     return {
         **{f"{part}_bytes": size for part, size in layer.stored._asdict().items()},
         "whole_layer_bytes": layer.whole,

@@ -14,6 +14,7 @@ from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost import terms
 from toolkit.plan.cost.collectives import network
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
+from toolkit.plan.cost.layer import of_micro_batch
 from toolkit.plan.cost.operators import (
     SAVED_PRODUCTS,
     device,
@@ -104,7 +105,7 @@ def step_time(
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine = device(cluster.gpu, workload, efficiency)
     counts = layers_of_stages(workload.spec.layers, *layout.division)
-    layer = dict(_layer(workload, _of_layers(layout), cluster, efficiency, layout.pp == 1))
+    layer = dict(_layer(workload, of_micro_batch(layout), cluster, efficiency))
     each_s, head_s = layer["forward_s"] + layer["backward_s"], layer["head_s"]
     recomputed = recomputed_of_stages(layout.recompute, workload.spec.layers, *layout.division)
     stages = [
@@ -137,31 +138,16 @@ def step_time(
     return StepTime(place, terms.STEP.evaluate(symbols))
 
 
-def _of_layers(layout: Layout) -> Layout:
-    """What decides how long a layer and the head take for one micro batch."""
-    return Layout(
-        dp=layout.dp if layout.ep > 1 else 1,
-        tp=layout.tp,
-        cp=layout.cp,
-        ep=layout.ep,
-        sequence_parallel=layout.sequence_parallel,
-        recompute="full" if isinstance(layout.recompute, int) else layout.recompute,
-        loss=layout.loss,
-        exchange=layout.exchange,
-        micro_batch=layout.micro_batch,
-    )
-
-
 @lru_cache(maxsize=1 << 13)
 def _layer(
-    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency, alone: bool
+    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
 ) -> Mapping[str, float]:
     """The symbols of a layer and the head. In a pipeline, a stage whose layers all train is the
-    slowest; `alone`: there is none."""
+    slowest."""
     place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
     machine, part = device(cluster.gpu, workload, efficiency), place.slice
     layer = layer_time(workload, part, layout.recompute, machine)
-    if alone:
+    if layout.pp == 1:
         layer = layer.reached(workload.spec.reached)
     forward, backward = layer.forward, layer.backward
     head_forward_s, head_backward_s = head_time(workload, part, layout.loss, machine)
