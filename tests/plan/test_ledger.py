@@ -42,7 +42,7 @@ TP2 = {"cluster__gpus_per_node": 2, "parallel__tensor": 2}
 def test_the_plain_run_has_nothing_to_approximate() -> None:
     plain = {"parallel__engine": "ddp", "training__micro_batch_size": 8}
     assert names("approximated", **plain) == set()
-    assert names("exact", **plain) == ALWAYS | {"clipping", "weight decay"}
+    assert names("exact", **plain) == ALWAYS
     assert "parts" not in why("token-mean loss", **plain)
 
 
@@ -162,8 +162,7 @@ def test_padded_vocabulary_is_exact() -> None:
 
 
 def test_only_what_the_recipe_does_is_listed() -> None:
-    off = {"optimizer__clip_grad_norm": None, "optimizer__weight_decay": 0.0}
-    assert names("exact", **off) == ALWAYS
+    assert names("exact") == ALWAYS
     assert "recompute" in names("exact", parallel__recompute="full")
 
 

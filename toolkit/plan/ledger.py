@@ -13,7 +13,7 @@ from toolkit.layout import Fp8Scaling, Layout, padded_vocab
 from toolkit.models.model import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.plan import Plan
-from toolkit.recipe.schema import ChatRowsSource, Recipe, TrainingSection
+from toolkit.recipe.schema import ChatRowsSource, Recipe
 
 Kind = Literal["exact", "approximated"]
 KINDS: tuple[Kind, ...] = ("exact", "approximated")
@@ -82,7 +82,9 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     if recipe.training.deterministic:
         yield "repeated runs", "bitwise equal in this layout, with the same packages and GPUs"
     yield "data order", "global batch k follows from the seed and k, under any world size"
-    yield from _exact_batches(recipe.training)
+    if (ramp := recipe.training.batch_ramp) is not None:
+        sizes = f"{ramp.start} to {recipe.training.global_batch_size} samples a step"
+        yield "batch ramp", f"{sizes}, always the next ones of the same order"
     if isinstance(recipe.data.train, tuple):
         yield "blended sources", "each has its share of every prefix to within one sample"
     if recipe.data.isolates:
@@ -101,12 +103,6 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
             yield "experts without adapters", "adapter.targets names none: they do not train"
     if recipe.model.balance is not None:
         yield "balance of experts", "defined by the sequences of the whole batch"
-    if optimizer.clip_grad_norm is not None:
-        yield "clipping", f"at {optimizer.clip_grad_norm:g} of the norm over all parameters"
-    if optimizer.weight_decay:
-        yield "weight decay", f"{optimizer.weight_decay:g}, not for norms and biases"
-    if optimizer.groups:
-        yield "parameter groups", f"{len(optimizer.groups)}, by the names of tensors"
     if optimizer.kind.ledger.exact:
         yield optimizer.kind.ledger.exact
     yield "optimizer states", optimizer.kind.ledger.states
@@ -125,12 +121,6 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
             f"{spec.vocab:,} rows padded to {rows:,} for tensor {layout.tp}; the added ones "
             "are masked out of the softmax and never exported",
         )
-
-
-def _exact_batches(training: TrainingSection) -> Iterator[tuple[str, str]]:
-    if (ramp := training.batch_ramp) is not None:
-        sizes = f"{ramp.start} to {training.global_batch_size} samples a step"
-        yield "batch ramp", f"{sizes}, always the next ones of the same order"
 
 
 def _exact_activations(layout: Layout) -> Iterator[tuple[str, str]]:
