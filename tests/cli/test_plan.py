@@ -79,7 +79,6 @@ def test_explain_shows_other_values_and_formulas(dmt: Dmt) -> None:
     assert max(map(len, formulas.splitlines())) <= 80
     assert "  - weights 2.05 GiB = weight_bytes · (dense / weight_ranks + experts" in formulas
     assert "  - pipeline bubble" not in formulas, "parts that are zero"
-    assert "\n  - matmul.h100-80gb 0.75: calibrated: dgxc_benchmarking" in formulas
 
 
 def test_explain_says_what_a_fixed_setting_costs(dmt: Dmt) -> None:

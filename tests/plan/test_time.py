@@ -170,7 +170,7 @@ def test_some_recomputed_layers_take_their_share() -> None:
     share = 8 / MODERN.spec.layers
     assert some["recompute"] == pytest.approx(share * full["recompute"])
     ways = (none, some, full)
-    repeated = [one.utilization("hfu_causal") / one.utilization() - 1 for one in ways]  # type: ignore[operator]
+    repeated = [one.utilization(recomputed=True) / one.utilization() - 1 for one in ways]  # type: ignore[operator]
     assert repeated == pytest.approx([0, share * repeated[2], repeated[2]])
 
 
