@@ -68,7 +68,7 @@ class Layout:
     experts: ExpertProducts = "sequential"
     """Whether a rank's experts are computed in turn, or all at once."""
     exchange: Exchange = "all_gather"
-    """Of context parallel; without it, none takes place."""
+    """Exchange of context parallel; without it, none takes place."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
     shares: tuple[int, ...] = ()

@@ -91,7 +91,7 @@ def load(place: str) -> Any:
 
 @cache
 def _added() -> Any:  # another class before Python 3.12
-    """Of all packages: read once, as each package's files are."""
+    """Entry points of all packages, read once."""
     return entry_points()
 
 

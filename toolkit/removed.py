@@ -134,7 +134,7 @@ DEFAULTS: dict[str, object] = {
     "parallel.zero.quantized_gradients": False,
     "parallel.zero.bf16_optimizer_states": False,
 }
-"""Of removed settings, where it was not null."""
+"""Defaults of removed settings, where they were not null."""
 
 COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",

@@ -59,13 +59,13 @@ class Manifest:
     recipe: dict[str, Any]
     """The run's recipe, every default written out."""
     versions: dict[str, Any]
-    """Of the packages that wrote it."""
+    """Versions of the packages that wrote it."""
     consumed_tokens: Count | None = None
     """Unmasked tokens of these sequences; None if an earlier release did not count them."""
     base: str | None = None
     """For a run with adapters, the `fingerprint` of the base weights."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
-    """Of the validations up to this step; a recipe that follows them has this step's, too."""
+    """The state after the validations up to this step, for a recipe that follows them."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     """Every file by its path in the folder."""
     format: int = FORMAT
@@ -76,7 +76,7 @@ class Manifest:
 
     @property
     def validation_loss(self) -> float | None:
-        """Of these weights; None if they were saved before a validation, or without one."""
+        """Loss of these weights; None if they were saved without a validation."""
         return self.validation.loss_at(self.step)
 
     @property

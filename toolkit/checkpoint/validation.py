@@ -9,7 +9,7 @@ from toolkit.recipe.schema import EarlyStoppingSection
 
 @dataclass(frozen=True)
 class PlateauState:
-    """Of `schedule.name: plateau`, between two validations: the numbers of torch's
+    """State of `schedule.name: plateau` between two validations: the numbers of torch's
     ReduceLROnPlateau, under its names."""
 
     learning_rate: float
@@ -26,9 +26,9 @@ class ValidationHistory:
     """The last validation, the best one, and what follows from all of them."""
 
     step: int = 0
-    """Of the last validation; 0 before the first."""
+    """Step of the last validation; 0 before the first."""
     loss: float | None = None
-    """Of the last validation; None if it was not finite."""
+    """Loss of the last validation; None if it was not finite."""
     best_step: int = 0
     best_loss: float | None = None
     """The lowest one, and the first step that had it."""

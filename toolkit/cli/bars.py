@@ -21,7 +21,7 @@ _COLUMN, _NAMES, _SHORT = 40, 22, 7
 _SMALL = 0.01
 """Parts below this share of the whole are one line."""
 COLOURS: Mapping[Room, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
-"""Of what is said about a layout's memory."""
+"""Colours of a verdict on a layout's memory."""
 
 
 def bars(

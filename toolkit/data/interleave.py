@@ -45,7 +45,7 @@ class Interleaving:
         return ranks
 
     def sources(self, start: int, count: int) -> tuple[Int64Array, Int64Array]:
-        """Of places `start … start + count - 1`: the source, and the number of its samples
+        """For places `start … start + count - 1`: the source, and the number of its samples
         before that place. Two arrays [count]."""
         periods, within = np.divmod(np.arange(start, start + count), self.period)
         chosen = self._sources[within]

@@ -31,7 +31,7 @@ _SIGNATURES = {
 """How binary files begin that are taken for text, what they are, and the way to read them."""
 _BEGINNING = 2**16
 _UNDECODABLE = 0.3
-"""Of the characters of a file's beginning; of random bytes, 0.45 are."""
+"""Share of a file's first characters that cannot be decoded; of random bytes, 0.45."""
 
 _SAMPLES = 1024
 _SAMPLE_BYTES = 2**14

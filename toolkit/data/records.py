@@ -44,7 +44,7 @@ class Records:
     files: tuple[DataFile, ...]
     """All that `data_files` names; none for a hub id or a folder."""
     version: str
-    """Of the contents: stays the same when files are only moved."""
+    """Version of the contents: stays the same when files are only moved."""
     folder: Path | None = None
     """One on this machine, whose rows `datasets` reads."""
 

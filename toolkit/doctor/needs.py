@@ -45,7 +45,7 @@ class Needs:
     run_dir: Path = Path("runs")
     nvme: Path | None = None
     checkpoint_bytes: int | None = None
-    """Of one checkpoint; None where the model's size is not known."""
+    """Bytes of one checkpoint; None where the model's size is not known."""
     checkpoints_kept: int = 1
     note: str = ""
     """What could not be determined, and why."""

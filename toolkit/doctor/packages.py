@@ -30,7 +30,7 @@ class Package:
     """A package that is checked."""
 
     name: str
-    """Of the distribution, as `pip install` takes it."""
+    """Name of the distribution, as `pip install` takes it."""
     module: str
     """Also the part that is used of it, as in `ray.train`."""
     extra: str = ""

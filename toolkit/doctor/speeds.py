@@ -41,9 +41,9 @@ class Sizes:
     matrix: int
     """Rows and columns of a factor."""
     stream_bytes: int
-    """Of one of three tensors, beyond any cache."""
+    """Bytes of one of three tensors, beyond any cache."""
     message_bytes: int
-    """Of a collective."""
+    """Bytes of a collective."""
 
 
 CPU_SIZES = Sizes(2048, 128 * MIB, 32 * MIB)

@@ -116,7 +116,7 @@ def _run(shell: _Shell, words: list[_Word]) -> None:
     """Follow the commands in order; of an `if`, the branch whose test holds."""
     status: bool | None = True
     branches: list[tuple[bool | None, bool | None]] = []
-    """Of each open `if`: whether this branch runs, and whether one before it did."""
+    """For each open `if`: whether this branch runs, and whether one before it did."""
     skipped_until = ""
     for command, before in _commands(words):
         while command and not skipped_until:

@@ -47,7 +47,7 @@ class Surroundings:
     network: Link
     """Between nodes: one accelerator's share of its node's network cards."""
     host_memory_gib: float
-    """Of one node."""
+    """Host memory of one node."""
     host_link_bytes_per_s: float
     """Between one accelerator and its host's memory (PCIe, C2C), each way."""
     nvme_bytes_per_s: float

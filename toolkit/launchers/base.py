@@ -116,7 +116,7 @@ class LaunchSpec:
     files: Mapping[Path, str] = field(default_factory=dict)
     """Written before anything is started."""
     meeting: Meeting | None = None
-    """Of this machine's agent; on several machines, the ranks get their places in it."""
+    """Meeting of this machine's agent; it gives ranks on several machines their places."""
 
     @property
     def ranks(self) -> list[int]:
@@ -138,7 +138,8 @@ class LaunchSpec:
         for variables in self.rank_env:
             settings = [f"{k}={shlex.quote(v)}" for k, v in {**self.env, **variables}.items()]
             lines.append(" ".join([*settings, shlex.join(self.argv)]))
-        files = [f"\n# {path}\n{text.rstrip()}" for path, text in self.files.items()]
+        # The job's script, which is written last, stands before the long recipe.
+        files = [f"\n# {path}\n{text.rstrip()}" for path, text in [*self.files.items()][::-1]]
         return redact("\n".join([" &\n".join(lines), *files]))
 
     def write_files(self) -> None:

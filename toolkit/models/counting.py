@@ -49,7 +49,7 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
 }
 """Names of a size in transformers' config classes, in order of preference."""
 _LENGTHS = (64, 128)
-"""Of the two forward passes, in tokens."""
+"""Lengths of the two forward passes, in tokens."""
 _ATTENTION = re.compile(r"attn|attention|mixer|mamba|rwkv|conv")
 _LAYER = re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts?\b(?:\.(\d+)\.)?")

@@ -45,7 +45,7 @@ _SIZES = (*_HEADS, "vocab_size", "num_hidden_layers", "max_position_embeddings")
 _RULES = ("transformers.modeling_rope_utils", "transformers.configuration_utils")
 """Modules whose warnings are of a config's values."""
 _MISTAKE = re.compile("Unrecognized keys")
-"""Of these warnings, those that published models do not cause."""
+"""Those of these warnings that published models do not cause."""
 
 FOREIGN_NAMES: Mapping[str, str] = {
     # Megatron-LM and megatron-core

@@ -95,7 +95,7 @@ class Ledger:
     """What a plan's ledger lists: (what, why)."""
 
     states: str
-    """Of the optimizer: which, and in what precision."""
+    """States of the optimizer: which, and in what precision."""
     exact: tuple[str, str] | None = None
     approximated: tuple[str, str] | None = None
     amplified: tuple[str, str] | None = None

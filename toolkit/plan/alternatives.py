@@ -53,7 +53,7 @@ class Alternative(NamedTuple):
 
     @property
     def options(self) -> str:
-        """Of `dmt plan` and `dmt launch`."""
+        """Options of `dmt plan` and `dmt launch`."""
         return " ".join(f"--set {_word(key, value)}" for key, value in self.changes.items())
 
 

@@ -19,7 +19,7 @@ class Dimension(NamedTuple):
     """One degree or switch of a layout."""
 
     field: str
-    """Of `Layout`, whose default is the value of a layout without it."""
+    """Field of `Layout`, whose default is the value of a layout without it."""
     key: str
     """The recipe's setting, dotted."""
     name: str

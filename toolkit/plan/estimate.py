@@ -32,7 +32,7 @@ class Estimate:
 
     setup: Setup
     memory: Memory
-    """Of the fullest rank."""
+    """Memory of the fullest rank."""
     time: StepTime
     needed: Candidate
     """On the device, in training or while the model is built, on the host and its disks."""

@@ -16,11 +16,11 @@ class Remedy:
     gives_up: str
     """What the run would have been otherwise."""
     options: str
-    """Of `dmt plan` and `dmt launch`."""
+    """Options of `dmt plan` and `dmt launch`."""
     memory_gib: float
-    """Of the fullest GPU, with the best layout that fits then."""
+    """Memory of the fullest GPU, with the best layout that fits then."""
     host_gib: float
-    """Of a node's host memory."""
+    """Host memory of a node."""
     step_s: float
     layout: str
     """That layout."""

@@ -65,7 +65,7 @@ class Candidate(NamedTuple):
     memory_gib: float
     """Peak of the fullest device: in training, or while the model is built."""
     states_gib: float
-    """Of that, weights, gradients and optimizer states."""
+    """The part of weights, gradients and optimizer states."""
     host_gib: float
     """Host memory of one node for offload, and checkpoints in memory."""
     nvme_gib: float
@@ -200,7 +200,7 @@ class Search:
 
     @cached_property
     def nearest(self) -> Candidate:
-        """Of those that do not fit, the smallest."""
+        """The smallest of those that do not fit."""
         smallest = (_smallest(one, self.cluster) for one in self.partial)
         too_large = (one for one in smallest if self.room(one) == "does not fit")
         return min(too_large, key=lambda one: (one.memory_gib, one.host_gib))

@@ -55,7 +55,7 @@ class Goodput:
         return self.parts_s["productive"] / self.total_s if self.total_s > 0 else None
 
     def percentages(self) -> dict[str, float]:
-        """Of each part, to a tenth, rounded so that they add up to exactly 100."""
+        """Share of each part, to a tenth, rounded so that they add up to exactly 100."""
         exact = {name: 1000 * self.parts_s[name] / self.total_s for name in PARTS}
         rounded = {name: int(value) for name, value in exact.items()}
         largest_first = sorted(PARTS, key=lambda name: rounded[name] - exact[name])

@@ -63,7 +63,7 @@ class Summary:
     """Restarts by another tool's launcher, which takes exit code 75 for a failure."""
     saves: Saves
     data_wait_share: float | None
-    """Of the time of all logged steps, how much rank 0 waited for micro batches, 0 … 1; None
+    """Share of the time of all logged steps that rank 0 waited for micro batches, 0 … 1; None
     where no line says so."""
     prediction: Mapping[str, Any] | None
     """The last `prediction` event."""

@@ -60,7 +60,7 @@ class Assignment:
     """The plan's prediction, which is compared at the end of the run. None in run directories
     of releases without predictions."""
     predicted_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Of the predicted memory (`memory_gib`) and step time (`step_time_s`), for reports."""
+    """Parts of the predicted `memory_gib` and `step_time_s`, for reports."""
 
     def prepare(self, report: Callable[[str], None]) -> None:
         """Check for and build what its engine, or torch.compile, compiles on this machine.

@@ -25,7 +25,7 @@ from toolkit.train.split import with_shares
 from toolkit.train.start import Start
 
 PROBE_S = 0.5
-"""Of computing at a checkpoint: some periods of a scheduler that limits a process."""
+"""Seconds of computing at a checkpoint: some periods of a scheduler that limits a process."""
 QUIET_S = 120.0
 """Least time between measurements if nothing is to be balanced: they cost 0.5% at most."""
 MEASUREMENTS = 3
@@ -86,7 +86,7 @@ class RankRates:
     rates: tuple[float, ...]
 
     def speeds(self, layout: Layout) -> list[float]:
-        """Of each data-parallel rank: that of its slowest rank."""
+        """Speed of each data-parallel rank: that of its slowest rank."""
         found = [math.inf] * layout.dp
         for rank, rate in enumerate(self.rates):
             at = layout.data_rank(rank)

@@ -69,7 +69,7 @@ class RunCheckpoints:
     ) -> None:
         self.assignment = assignment
         self.layout = assignment.plan.layout
-        """Of the steps to come."""
+        """The layout of the steps to come."""
         self.leader = rank == 0
         self.data = data
         self.companions = companions

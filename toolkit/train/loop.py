@@ -40,7 +40,7 @@ class StepReport:
     tokens: int
     """Unmasked tokens of the global batch."""
     sequences: int
-    """Of the global batch."""
+    """Sequences of the global batch."""
     seconds: float
     """Time since the end of the previous step, including its logging, without saving and
     validation."""

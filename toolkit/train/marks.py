@@ -216,7 +216,7 @@ class Marks:
 
     @property
     def _limit_s(self) -> float:
-        """Of what the rank does now."""
+        """Limit of what the rank does now."""
         if self._watched is None:
             return START_LIMIT_S
         if self._starting:

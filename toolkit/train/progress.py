@@ -21,7 +21,7 @@ class Progress:
     consumed_tokens: int | None = 0
     """Unmasked tokens of `consumed_samples`; None if an older checkpoint did not count them."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
-    """Of the validations done, as far as steps to come depend on them."""
+    """State of the validations done, as far as steps to come depend on them."""
 
     def continue_at(self, saved: Manifest) -> None:
         """Take the progress of a checkpoint."""

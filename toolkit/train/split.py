@@ -17,7 +17,7 @@ class BatchSplit:
         return self._steps[2]
 
     def at(self, step: int) -> Layout:
-        """Of the step with this index."""
+        """Split of the step with this index."""
         before, first, newest = self._steps
         return newest if step >= first else before
 

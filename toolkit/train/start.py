@@ -30,7 +30,7 @@ class Start:
     """See `events_offset`."""
     split: BatchSplit
     progress: Progress = field(default_factory=Progress)
-    """Of the run, from the checkpoint on that it continues from."""
+    """Progress of the run, from the checkpoint on that it continues from."""
     at_end: ExitStack = field(default_factory=ExitStack)
     """Closed after the `end` event is written, which W&B reads."""
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 LIMIT_S = 30.0
-"""Of CPU time, for a row: a chat template is a program of others, which may never end."""
+"""Limit of CPU time for a row: a chat template is a program of others, which may never end."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values of a column that nothing reads whose loss means nothing."""
 Batch: TypeAlias = list[tuple[int, object, object]]
@@ -219,7 +219,7 @@ class _SampleTexts(NamedTuple):
     """A sample before it is tokenised."""
 
     number: int
-    """Of its row."""
+    """Number of its row."""
     place: object
     muted: bool
     """Messages of the assistant have `weight: 0`."""

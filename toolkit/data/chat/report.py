@@ -42,7 +42,7 @@ class ChatReport:
     trained_tokens: int = 0
     unread_columns: tuple[str, ...] = ()
     unread_keys: tuple[str, ...] = ()
-    """Of messages."""
+    """Keys of messages that nothing reads."""
 
     @classmethod
     def read(cls, file: Path) -> Self:
@@ -58,7 +58,7 @@ class ChatReport:
         setattr(self, first, getattr(self, first) or str(place))
 
     def __add__(self, other: "ChatReport") -> "ChatReport":
-        """Of the rows of both, the other's after these."""
+        """Report on the rows of both, the other's after these."""
         return ChatReport(**{one.name: self._joined(one.name, other) for one in fields(self)})
 
     def _joined(self, name: str, other: "ChatReport") -> Any:

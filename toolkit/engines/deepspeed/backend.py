@@ -33,7 +33,7 @@ SUB_GROUP = 1e9
 """Elements that ZeRO-3 updates at once (sub_group_size)."""
 FP64_BYTES = 8
 NORM_ELEMENTS = 2.5e8
-"""Of a gradient, whose norm stage 3 takes in fp64 at once (`_constant_buffered_norm2`)."""
+"""Elements whose norm stage 3 takes in fp64 at once (`_constant_buffered_norm2`)."""
 _STAGES: tuple[Stage, ...] = (0, 1, 2, 3)
 _OFFLOADED = Layout(dp=2, zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
 _CPU: frozenset[Placement] = frozenset(("none", "cpu"))

@@ -212,7 +212,7 @@ class MegatronShard(TrainedModel):
 
 
 def _gradient_norm(module: nn.Module, tensor_group: dist.ProcessGroup) -> Tensor:
-    """Of parameters that the group splits, and of those that each of its ranks has, once."""
+    """The norm of split parameters, and of those that each rank of the group has, once."""
     split: list[nn.Parameter] = []
     whole: list[nn.Parameter] = []
     for parameter in filter(lambda one: one.requires_grad, module.parameters()):

@@ -158,7 +158,7 @@ class FsdpEngine(totals.LogProbEngine):
         hf.fill_biases(self.model, self.setup.weights)
 
     def _first_element(self, parameter: nn.Parameter) -> int:
-        """Of the flattened parameter, the first element that this rank holds, or would.
+        """The first element of the flattened parameter that this rank holds, or would.
 
         FSDP2 cuts the first dimension as `torch.chunk` does: equal runs of rows, then a
         shorter one, then none.

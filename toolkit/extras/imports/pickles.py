@@ -27,7 +27,7 @@ COMMON_CLASSES = (
     "numpy.core.multiarray._reconstruct",
     "numpy.core.multiarray.scalar",
 )
-"""Of arguments and random states that training scripts save; nothing here reads them."""
+"""Classes of arguments and random states that scripts save; nothing here reads them."""
 
 
 class StandIn:

@@ -56,7 +56,7 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     """The parameter's, or flat."""
     read: Callable[[], Tensor]
-    """Of any dtype; in the order of `shape`, whatever its own shape."""
+    """A tensor of any dtype; in the order of `shape`, whatever its own shape."""
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from toolkit.run.events import VALIDATION
 BUCKETS = 400
 """Of a curve with more points than twice as many; a chart is about as many pixels wide."""
 MOST_MARKS = 200
-"""Of a run, the last ones; the page says how many there are."""
+"""Markers of a run, the last ones; the page says how many there are."""
 MOST_CHARTS = 40
-"""Of all runs; the page says which metrics have none."""
+"""Charts of all runs; the page says which metrics have none."""
 _KNOWN = {
     "loss": ("Loss", "nats, or as the objective defines it"),
     "grad_norm": ("Gradient norm", "global L2 norm before clipping"),

@@ -35,7 +35,7 @@ ending, and the same call continues it."""
 
 _POLL_S = 0.1
 _TAIL_LINES = 4
-"""Of a launcher that printed no line of its own about its end."""
+"""Last lines of a launcher that printed no line of its own about its end."""
 _KILL_GRACE_S = 20.0
 """Time that a launcher has to end its ranks after the third interrupt."""
 _ORPHANS_S = 2 * ORPHAN_GRACE_S

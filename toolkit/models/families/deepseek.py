@@ -18,7 +18,7 @@ from toolkit.models.model import Config
 from toolkit.models.spec import ModelSpec
 
 _LATENT_EPS = 1e-6
-"""Of the norms of the latent vectors, whatever `rms_norm_eps` is."""
+"""Epsilon of the norms of the latent vectors, whatever `rms_norm_eps` is."""
 _YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 

@@ -56,7 +56,7 @@ class ContextSplit:
 def context_split(
     workload: Workload, exchange: Exchange, tp: int, cp: int, tokens: float
 ) -> ContextSplit:
-    """Of `tokens` on each rank."""
+    """The exchange of `tokens` on each rank."""
     spec = workload.spec
     keys = max(1, spec.kv_heads // tp)
     heads = cp if exchange == "ulysses" else 1

@@ -193,7 +193,7 @@ def _experts(workload: Workload, part: Slice) -> Iterator[Op]:
 
 
 def _activation(workload: Workload) -> tuple[float, float, int]:
-    """Of an MLP's activation function: how often it moves a tensor of the inner size, ahead and
+    """An MLP's activation function: how often it moves a tensor of the inner size, ahead and
     back, and how many such tensors are kept.
 
     Plain (GELU, squared ReLU): input and output. Gated: gate, up and the product; in single

@@ -32,7 +32,7 @@ from toolkit.plan.cost.workload import Workload
 from toolkit.text.units import GIB
 
 NVME_BUFFERS, NVME_SUB_GROUP, NVME_LIVE_PARAMETERS = 4, 1e8, 1e9
-"""Of `ds_configs/zero3_nvme.json`: buffer_count, sub_group_size, max_in_cpu."""
+"""Values of `ds_configs/zero3_nvme.json`: buffer_count, sub_group_size, max_in_cpu."""
 MESSAGES = 2
 """Activations that a pipeline rank receives and sends while it computes."""
 

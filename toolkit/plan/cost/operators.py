@@ -126,7 +126,7 @@ class Pass(NamedTuple):
     launch: float = 0.0
     """Gaps between kernels."""
     flops: float = 0.0
-    """Of the matrix products."""
+    """FLOPs of the matrix products."""
 
 
 class LayerTime(NamedTuple):

@@ -195,4 +195,4 @@ UTILIZATION = Formulas(
     Term("utilization", "tokens * flops_per_token / (step_s * gpus * peak_flops_per_s)", PALM,
          "MFU"),
 )  # fmt: skip
-"""Of one convention of FLOPs per token."""
+"""Utilization by one convention of FLOPs per token."""

@@ -58,17 +58,17 @@ class StepTime:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Tokens of one step."""
         return self.place.layout.global_batch * self.place.workload.sample_tokens
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all devices."""
+        """Tokens per second of all devices."""
         return self.tokens / self.total_s
 
     @property
     def tokens_per_s_per_gpu(self) -> float:
-        """Of one device."""
+        """Tokens per second of one device."""
         return self.tokens_per_s / self.place.layout.world
 
     def utilization(self, *, recomputed: bool = False) -> float | None:

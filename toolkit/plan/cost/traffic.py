@@ -26,7 +26,7 @@ class PlacedLayout:
 
     @property
     def tokens(self) -> float:
-        """Of one micro batch on one rank of the context group."""
+        """Tokens of one micro batch on one rank of the context group."""
         return self.layout.micro_batch * self.workload.sample_tokens / self.layout.cp
 
     @property

@@ -19,9 +19,9 @@ from toolkit.plan.request import PlanRequest
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
 """Which have both kernels."""
 LARGEST_HEAD = 128
-"""Of cuDNN's backward pass on all of them."""
+"""Largest head of cuDNN's backward pass on all of them."""
 LARGEST_FLASH_HEAD = 256
-"""Of FlashAttention-2, to which the kernel for lengths belongs."""
+"""Largest head of FlashAttention-2, to which the kernel for lengths belongs."""
 
 
 def kernel(job: PlanRequest) -> AttentionKernel:

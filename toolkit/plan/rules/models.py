@@ -159,7 +159,7 @@ def _are_off_device(job: PlanRequest, place: str) -> bool:
 
 
 def _ranks(job: PlanRequest) -> int:
-    """Of a pipeline stage."""
+    """Ranks of a pipeline stage."""
     return job.cluster.world_size // degree(job.parallel.pipeline)
 
 
