@@ -13,8 +13,12 @@ _HARNESS = "`lm_eval --model hf --model_args pretrained=FOLDER --tasks NAMES`"
 SETTINGS: dict[str, str] = {
     "data.streaming": "remove it: all text is tokenised first, ahead with `dmt data prepare`",
     **{
-        f"data.{side}.malformed_limit": "remove it: `dmt data prepare` counts what is dropped"
+        f"data.{side}.{key}": instead
         for side in ("train", "validation")
+        for key, instead in {
+            "malformed_limit": "remove it: `dmt data prepare` counts what is dropped",
+            "row_limit_mib": "remove it; write rows of more than 128 MiB as Parquet",
+        }.items()
     },
     "data.remote_cache_gib": "remove it: a pair of token files at a URL is copied into "
     "data.cache once",
@@ -117,6 +121,8 @@ DEFAULTS: dict[str, object] = {
     "cluster.groups": [],
     "parallel.shares": [],
     "data.remote_cache_gib": 50.0,
+    "data.train.row_limit_mib": 128,
+    "data.validation.row_limit_mib": 128,
     "kernels.mlp": "whole",
     "parallel.offload_activations": False,
     "launch.remote_start": "pdsh",

@@ -21,6 +21,7 @@ from tests.data.malformed import (
     raw,
     zipped,
 )
+from toolkit.data import readers
 from toolkit.data.columns import Broken
 from toolkit.data.records import open_records
 from toolkit.data.sources import open_source
@@ -101,7 +102,7 @@ _LONG_LIST = json.dumps([{"text": "good"}, {"text": "x" * 2**25}])
     ],
 )
 def test_memory_does_not_grow_with_the_longest_row(
-    name: str, content: str, place: str, tmp_path: Path
+    name: str, content: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A few kB may hold a row of GB."""
     import zstandard
@@ -110,7 +111,8 @@ def test_memory_does_not_grow_with_the_longest_row(
     file = tmp_path / "folder" / name
     file.parent.mkdir()
     file.write_bytes(packed.compress(content.encode()) if packed else content.encode())
-    settings: Any = {"kind": "hf", "path": f"folder/{name}", "row_limit_mib": 1}
+    settings: Any = {"kind": "hf", "path": f"folder/{name}"}
+    monkeypatch.setattr(readers, "LONGEST_ROW_MIB", 1)
     source = HfSource(**settings)
 
     def read(kind: str) -> object:
@@ -127,8 +129,8 @@ def test_memory_does_not_grow_with_the_longest_row(
         tracemalloc.stop()
         assert f"{place}: the row is longer" in raised.value.message
         assert peak < 3 * 2**23, kind  # of 2**25, and what is imported for the first time
-    enough = source.model_copy(update={"row_limit_mib": 33})
-    *_, last = open_source(enough, base=tmp_path, cache=tmp_path)
+    monkeypatch.setattr(readers, "LONGEST_ROW_MIB", 33)
+    *_, last = open_source(source, base=tmp_path, cache=tmp_path)
     assert last == "x" * 2**25
 
 

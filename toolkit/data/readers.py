@@ -36,6 +36,8 @@ _TABLES = (".parquet", ".arrow")
 ROWS_AT_ONCE = 1000
 """Rows that are Python objects at the same time: they take several times Arrow's memory."""
 _READ_BYTES = 2**20
+LONGEST_ROW_MIB = 128
+"""The longest row of JSON or text; a longer one is an error, and is not held in memory."""
 _LOOKED_AT = 10_000
 """Rows of a JSON file whose columns are looked at."""
 _LOOKED_AT_MIB = 10
@@ -77,7 +79,7 @@ def read_rows(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]
     """The rows of a file: dicts of columns, or whatever else a line of JSON holds; `Broken` for
     what cannot be read. Of documents, Parquet and Arrow give the column of the text alone.
 
-    Raises DataError when the file cannot be read, for a row above the source's limit, and where
+    Raises DataError when the file cannot be read, for a row above `LONGEST_ROW_MIB`, and where
     a file of documents has no column of text.
     """
     match ending_of(file):
@@ -86,7 +88,7 @@ def read_rows(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]
         case ".txt":
             yield from _rows_of_text(file, source)
         case _:
-            yield from _rows_of_json(file, source.row_limit_mib)
+            yield from _rows_of_json(file, LONGEST_ROW_MIB)
 
 
 def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
@@ -146,7 +148,7 @@ def _lines(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, b
 def _too_long(place: str, limit_mib: int) -> DataError:
     return DataError(
         f"{place}: the row is longer than {limit_mib:,} MiB, the limit",
-        fix="correct the file, or raise `row_limit_mib` next to `path`",
+        fix="correct the file, or write its rows as Parquet",
     )
 
 
@@ -154,7 +156,7 @@ def _rows_of_text(file: DataFile, source: RowsSource) -> Iterator[tuple[str, obj
     if isinstance(source, HfSource):
         check_column(source, {"text": TEXT})
     with opened(file) as stream:
-        for place, line in _lines(file, stream, source.row_limit_mib):
+        for place, line in _lines(file, stream, LONGEST_ROW_MIB):
             try:
                 yield place, {"text": line.removesuffix(b"\r").decode()}
             except UnicodeDecodeError:

@@ -239,8 +239,6 @@ class RowsSource(SourceSection):
     malformed: Literal["error", "drop"] = "error"
     """For chats and preferences: a malformed row is an error that names file and row, or is
     dropped and counted."""
-    row_limit_mib: Annotated[int, Field(ge=1, le=2**20)] = 128
-    """Longest row of JSON or text files in MiB; a longer one is an error."""
 
     @property
     def place(self) -> str:

@@ -81,7 +81,7 @@ def prepare_chats(
     """
     records = open_records(source, base=base, cache=cache)
     text = tokenizer.chat_template
-    whose = {*SourceSection.model_fields, "path", "name", "revision", "split", "row_limit_mib"}
+    whose = {*SourceSection.model_fields, "path", "name", "revision", "split"}
     settings = source.model_dump(exclude=whose, exclude_defaults=True)
     key = fingerprint_of(
         [
