@@ -65,15 +65,6 @@ def test_asking_in_parts_gives_the_same(
     assert np.array_equal(whole, np.concatenate(parts))
 
 
-def test_epochs_and_seeds_differ() -> None:
-    orders = [
-        tuple(EpochOrder(seed, 100).indices(100 * epoch, 100))
-        for seed in (1, 2)
-        for epoch in (0, 1)
-    ]
-    assert len(set(orders)) == 4
-
-
 def test_places_are_uniform_and_neighbours_are_not_kept() -> None:
     size = 10_000
     order = EpochOrder(3, size).indices(0, size)

@@ -290,25 +290,6 @@ def test_what_nothing_reads_is_named_once(
     assert report.unread_keys == () and report.unread_columns == ("id", "url")
 
 
-def test_rows_of_weight_0_alone_are_named(tmp_path: Path) -> None:
-    row = chat("Hi", "Hello")
-    row["messages"][1]["loss"] = False
-    write(tmp_path / "rows.jsonl", [row, row])
-    with pytest.raises(DataError, match=r"2 of 2 samples .*: of 2 .* have `weight: 0`"):
-        build(tmp_path)
-
-
-def test_a_template_next_to_texts_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(tmp_path / "rows.jsonl", [{"prompt": "a", "completion": "b"}])
-    build(tmp_path)
-    assert "`data.chat_template` is not used for 1 rows: prompt and completion" in caplog.text
-    caplog.clear()
-    build(tmp_path, chat_template=None)
-    assert not caplog.records
-
-
 def test_arguments_of_the_template(tmp_path: Path) -> None:
     template = "{% if loud %}LOUD{% endif %}" + CHATML.template
     rows = [

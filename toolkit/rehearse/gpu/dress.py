@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -70,14 +69,15 @@ class DressRehearsal:
     planned: Assignment
     """As it was planned."""
     ranks: tuple[int, ...]
-    cluster: Cluster | None = None
-    """Where; None: the recipe's own."""
+    setup: Setup
+    """The planner's view of what is run."""
 
     @classmethod
     def of(
         cls, planned: Assignment, ranks: Sequence[int] = (), cluster: Cluster | None = None
     ) -> "DressRehearsal":
-        """Rehearse `ranks`; without any, the first rank of each pipeline stage.
+        """Rehearse `ranks`; without any, the first rank of each pipeline stage. `cluster`: by
+        default, the recipe's own.
 
         Raises RecipeError for ranks that the layout does not have, for a recipe that is
         not for GPUs, and for what is offloaded to NVMe.
@@ -95,7 +95,9 @@ class DressRehearsal:
         chosen = tuple(ranks) or tuple(each * stage for stage in range(layout.pp))
         if unknown := [rank for rank in chosen if not 0 <= rank < layout.world]:
             raise RecipeError([Problem("--ranks", str(unknown[0]), f"0 to {layout.world - 1}")])
-        return cls(_shortened(planned), planned, chosen, cluster)
+        run = _shortened(planned)
+        setup = estimate_plan(run.recipe, run.plan, cluster).setup
+        return cls(run, planned, chosen, setup)
 
     @property
     def layout(self) -> Layout:
@@ -113,7 +115,7 @@ class DressRehearsal:
 
     def compared(self, rank: int, peak: Peak) -> RehearsedRank:
         """A rank's peak with the plan's prediction for what was run."""
-        layout, setup = self.layout, self._setup
+        layout, setup = self.layout, self.setup
         stage = rank // (layout.world // layout.pp)
         wanted = self.planned.plan.layout
         kernels = {name: getattr(wanted, name) for name in ("compile", "fused", "loss")}
@@ -123,10 +125,6 @@ class DressRehearsal:
         )
         saved = (planned.allocated - less.allocated) / GIB
         return RehearsedRank(rank, stage, peak, planned, saved, setup.cluster.gpu.memory_gib)
-
-    @cached_property
-    def _setup(self) -> Setup:
-        return estimate_plan(self.assignment.recipe, self.assignment.plan, self.cluster).setup
 
 
 def _peak(rank: int, folder: Path) -> Peak:
