@@ -33,7 +33,7 @@ def test_what_differs_from_last_weeks_run(page: str) -> None:
     _, recipe = cards(page, "Recipe")
     name = "optimizer.learning_rate"
     rate = recipe.partition(name)[2].split("\n")[:4]
-    assert {"0.002", "--set"} <= {*rate}, rate
+    assert "0.002" in rate
     (differences,) = cards(page, "What differs")
     rows = differences.partition("optimizer.learning_rate")[2].split("\n")[:3]
     assert "0.002" in rows, differences

@@ -232,7 +232,8 @@ class Agent(SimpleElasticAgent):
             "GROUP_RANK": str(worker_group.group_rank),
         }
         if self._several:
-            shared[MEETING] = str(self._meeting.round)
+            earlier = int(os.environ.get(MEETING, 0))  # of agents that Ray started before
+            shared[MEETING] = str(earlier + self._meeting.round)
         places = tuple(
             {
                 "RANK": str(worker.global_rank),

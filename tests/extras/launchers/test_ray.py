@@ -54,11 +54,10 @@ def test_kills_behind_new_checkpoints_are_no_failures_in_a_row(project: Project,
     assert {step: found[step] for step in expected} == {
         step: pytest.approx(expected[step], rel=1e-5) for step in expected
     }
-    restarts = events(run_dir, "restart")
-    assert "restart 1 of 2 from step 2: rank 1 was killed by SIGKILL" in ended.err
+    assert {event["attempt"] for event in events(run_dir, "restart")} == {1}
+    assert "restart 1 of 2 from step 2, in 1 s: rank 1 was killed by SIGKILL" in ended.err
     assert (run_dir / "export" / "model.safetensors").exists()
-    assert ended.err.count("layout ddp dp") == 1, "by `dmt launch`"
-    assert ended.err.count(f"run directory {run_dir.name}\n") == len(restarts) + 1, "by rank 0"
+    assert ended.err.count(f"run directory {run_dir.name}\n") == 1
     assert ended.err.count(f"export       {run_dir.name}/export\n") == 1
 
 

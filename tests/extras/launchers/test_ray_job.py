@@ -12,10 +12,8 @@ from tests.launchers.watching import WarmProcess, alive
 from tests.processes import wait_until
 from toolkit.errors import BackendUnavailable
 from toolkit.extras.launchers import ray_driver, ray_job
-from toolkit.extras.launchers.ray_driver import begin
-from toolkit.extras.launchers.ray_record import RayRecord
+from toolkit.extras.launchers.ray_job import agents_log
 from toolkit.launchers.base import Job, LaunchSpec
-from toolkit.launchers.outcome import RankExit
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection
 from toolkit.run.directory import RunDirectory
@@ -23,14 +21,11 @@ from toolkit.run.directory import RunDirectory
 _DRIVER = """
 import json, sys, time
 from pathlib import Path
-from toolkit.extras.launchers.ray_record import RayRecord
-from toolkit.launchers.outcome import RankExit
+from toolkit.extras.launchers.ray_job import agents_log
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 run = RunDirectory(Path(json.loads(sys.argv[1])["run_dir"]))
-record, events = RayRecord(run), EventLog(run.events)
-def begin():
-    record.begin(0, 0, 2)
+events = EventLog(run.events)
 def asked():
     while not run.stop.exists():
         time.sleep(0.02)
@@ -66,7 +61,7 @@ def test_a_stop_while_ray_waits_for_gpus(tmp_path: Path) -> None:
 
 
 def test_a_request_to_stop_outlives_a_restart_of_the_ranks(tmp_path: Path) -> None:
-    does = "for _ in range(2):\n begin(); events.write('start'); asked()\nsys.exit(75)"
+    does = "for _ in range(2):\n events.write('start'); asked()\nsys.exit(75)"
     process = start(tmp_path, does)
     process.send_signal(signal.SIGTERM)
     assert process.end()[0] == 75
@@ -74,34 +69,18 @@ def test_a_request_to_stop_outlives_a_restart_of_the_ranks(tmp_path: Path) -> No
 
 
 def test_ranks_that_train_may_save_as_long_as_they_need(tmp_path: Path) -> None:
-    does = "begin(); events.write('start'); asked(); time.sleep(1); sys.exit(75)"
+    does = "events.write('start'); asked(); time.sleep(1); sys.exit(75)"
     process = start(tmp_path, does)
     wait_until((tmp_path / "events.jsonl").exists, "the ranks")
     process.send_signal(signal.SIGTERM)
     assert process.end()[0] == 75
 
 
-def test_the_rank_that_failed_first_is_named_with_its_log(tmp_path: Path) -> None:
-    does = (
-        "begin(); events.write('start', world=2)\n"
-        "run.rank_log(1).write_text('why it was so large')\n"
-        "record.end(RankExit(0, 75)); record.end(RankExit(1, -9)); record.end(RankExit(0, 4))\n"
-        "sys.exit(4)"
-    )
-    code, printed = start(tmp_path, does).end()
-    assert code == 4
-    assert "error: rank 1 was killed by SIGKILL" in printed
-    assert printed.endswith("why it was so large\n")
-
-
-def test_a_mistake_that_one_rank_finds_is_one(tmp_path: Path) -> None:
-    does = (
-        "begin()\nevents.write('end', rank=1, exit_code=2, error='no such file')\n"
-        "record.end(RankExit(1, 2)); record.end(RankExit(0, 4)); sys.exit(4)"
-    )
-    code, printed = start(tmp_path, does).end()
-    assert code == 2
-    assert "error: no such file" in printed
+def test_what_the_agents_print_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    agents_log(RunDirectory(tmp_path)).write_text("of an earlier launch\n")
+    does = "print('error: rank 1', file=agents_log(run).open('a'), flush=True); sys.exit(4)"
+    assert start(tmp_path, does).end() == (4, "error: rank 1\n")
 
 
 def test_a_driver_that_is_killed_is_told(tmp_path: Path) -> None:
@@ -119,37 +98,6 @@ def test_an_error_of_ray_is_one_line(
     monkeypatch.setattr(ray_driver, "_train", fails)
     assert ray_driver.main({}) == 4
     assert capsys.readouterr().err == "error: Ray: ValueError: no room\n"
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> RunDirectory:
-    (tmp_path / "launch").mkdir()
-    (tmp_path / "logs").mkdir()
-    return RunDirectory(tmp_path)
-
-
-def commit(run: RunDirectory, step: int) -> None:
-    folder = run.checkpoints / f"step-{step:08}"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text("{}")
-
-
-def test_a_newer_checkpoint_renews_the_restarts(run: RunDirectory) -> None:
-    """As under the agent of torch: test_agent.py."""
-    for number in range(11):
-        assert begin(run, 2, 2) == number
-        RayRecord(run).end(RankExit(1, -9))
-        commit(run, number + 1)
-    assert [begin(run, 2, 2) for _ in range(3)] == [11, 12, None]
-    told = ray_job.rank_0(run).read_text().splitlines()
-    assert told[9] == "restart 1 of 2 from step 10: rank 1 was killed by SIGKILL"
-    assert told[11] == "restart 2 of 2 from step 11: Ray lost a worker"
-    given_up = "error: 2 restarts in a row without a new checkpoint behind step 11"
-    assert told[12] == f"{given_up}; the last time Ray lost a worker"
-
-
-def test_another_number_of_ranks_is_no_failure(run: RunDirectory) -> None:
-    assert [begin(run, world, 0) for world in (2, 1, 2, 2)] == [0, 1, 2, None]
 
 
 def test_what_is_missing_is_one_error(
