@@ -1,7 +1,5 @@
 """Deaths, hangs and signals in real runs: they go on by themselves to the same end."""
 
-import random
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,22 +47,6 @@ def assert_finished(ended: Ended, run_dir: Path, undisturbed: Path) -> None:
     for replay in events(run_dir, "replay"):
         # A save that is in flight when a rank dies is lost, too.
         assert replay["to_step"] - replay["from_step"] <= 2 * OFTEN["checkpoint.every_steps"]
-
-
-def kill_a_rank(
-    project: Project, name: str, changes: Mapping[str, object], chance: random.Random
-):
-    """Run with restarts, and kill -9 a rank at a random step."""
-    run_dir = project.folder / name
-    argv = project.command(name, changes, "--max-restarts", "3")
-    with started(argv, project.folder) as command:
-        stop_at = chance.randint(1, 18)
-        command.wait_for(lambda: steps_logged(run_dir) >= stop_at, f"step {stop_at}")
-        time.sleep(chance.random() * 0.03)
-        ranks = command.ranks()
-        if ranks:  # else it has ended already
-            ranks[chance.choice(sorted(ranks))].kill()
-        return command.end()
 
 
 def test_a_killed_rank_is_started_again(project: Project, ddp_run: Path):
@@ -158,22 +140,3 @@ def test_a_hung_rank_is_named_before_a_collective_times_out(project: Project, la
     hangs = events(project.folder / f"hang-{layout}", "hang")
     where = {event["rank"]: event["where"] for event in hangs}
     assert where and "failpoint" in where.get(1, "failpoint"), "or it could say nothing"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(project: Project) -> dict[str, Path]:
-    """A run of each layout that nothing happens to."""
-    for name, changes in LAYOUTS.items():
-        project.launch(f"undisturbed-{name}", {**OFTEN, **changes})
-    return {name: project.folder / f"undisturbed-{name}" for name in LAYOUTS}
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_soak_kills(project: Project, undisturbed: Mapping[str, Path], layout: str):
-    """10 each: 60 kills at random moments."""
-    chance = random.Random(layout)
-    for trial in range(10):
-        name = f"soak-alive-{layout}-{trial}"
-        ended = kill_a_rank(project, name, OFTEN | LAYOUTS[layout], chance)
-        assert_finished(ended, project.folder / name, undisturbed[layout])
