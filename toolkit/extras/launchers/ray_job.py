@@ -12,8 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE, BackendUnavailable
 from toolkit.extras.launchers.ray import INSTALL
@@ -28,7 +30,7 @@ from toolkit.launchers.process import (
     die_with_parent,
 )
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset, grace_over
+from toolkit.run.ending import events_offset, stopped_at
 from toolkit.run.recorded import read_events
 from toolkit.system.interpreter import python, safe_path
 from toolkit.text.terminal import tell
@@ -51,7 +53,6 @@ class RayStarter:
             (*python(), "-u", *launch, "--launcher", "local"),
             job.run_dir,
             env={"PYTHONSAFEPATH": "1"} if safe_path() else {},
-            grace_s=job.grace_s,
             files={job.recipe_file: job.recipe},
         )
 
@@ -70,9 +71,11 @@ class _Watch:
         self._log = agents_log(self._run)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         self._shown = self._log.stat().st_size if self._log.exists() else 0
+        self._events: Sequence[Mapping[str, Any]] = ()
+        """Of this launch, at the last look."""
         self._stopping = False
-        self._saving, self._starting = Deadline(), Deadline()
-        """When ranks that were asked to stop, and those that do not train yet, are killed."""
+        self._starting = Deadline()
+        """When ranks that were asked to stop and do not train are killed."""
 
     def outcome(self) -> Outcome:
         """Start the driver, wait for its end or end it."""
@@ -101,36 +104,27 @@ class _Watch:
             print(new.decode(errors="replace"), end="", file=sys.stderr, flush=True)
 
     def _pass_on(self) -> Outcome | None:
-        """Ask the ranks to stop if that is requested; how the run ends if they do not."""
+        """Ask the ranks to stop if that is requested; how the run ends without them. They keep
+        `launch.grace_s` themselves."""
         if not self._signals.stop_requested:
             return None
         if not self._stopping:
             self._stopping = True
             tell(STOPPING)
-            self._saving.start(self._spec.grace_s)
         with suppress(OSError):  # rank 0 removes it, and may be started again after that
             self._run.stop.touch()
-        at_work = self._at_work()
-        if not at_work:
-            self._starting.start(ORPHAN_GRACE_S)
-        if not (self._saving.passed or self._signals.kill_requested):
-            if at_work or not self._starting.passed:
-                return None
-            tell("dmt: stopped by a signal while no rank trained")
-            return Outcome(EXIT_RESUMABLE)
-        message, code = grace_over(self._spec.grace_s, self._run.path, self._offset)
-        if not self._saving.passed:
-            message = "the ranks were killed, as requested"
-        tell(f"error: {message}")
-        return Outcome(code, message)
-
-    def _at_work(self) -> bool:
-        """Whether the ranks train: they have something to save, and can."""
         with suppress(OSError):  # of a shared disk; the next look may do better
-            events = read_events(self._run.events, self._offset)
-            kinds = [event["kind"] for event in events if event["kind"] in ("start", "end")]
-            return kinds[-1:] == ["start"]
-        return True
+            self._events = read_events(self._run.events, self._offset)
+        if self._signals.kill_requested:
+            tell("error: the ranks were killed, as requested")
+            return Outcome(EXIT_FAILED if stopped_at(self._events) is None else EXIT_RESUMABLE)
+        lives = [event["kind"] for event in self._events if event["kind"] in ("start", "end")]
+        if lives[-1:] != ["start"]:  # otherwise they may save as long as they need
+            self._starting.start(ORPHAN_GRACE_S)
+            if self._starting.passed:
+                tell("dmt: stopped by a signal while no rank trained")
+                return Outcome(EXIT_RESUMABLE)
+        return None
 
 
 def _ended(code: int) -> Outcome:
