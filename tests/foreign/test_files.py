@@ -88,6 +88,7 @@ SHAPE = (
         (f"{SHAPE} --num-experts 4 --moe-router-score-function sigmoid", "--moe-router-sco"),
         (SHAPE.replace("128 ", "$SEQ ", 1), "--seq-length"),
         (SHAPE.replace("--padded-vocab-size 512", ""), "--vocab-size"),
+        (SHAPE.replace("--swiglu", ""), "--position-embedding-type"),
         (f"{SHAPE} --perform-rl-step", "--perform-rl-step"),
         (f"{SHAPE} --lr-decay-style WSD", "--lr-decay-style"),
         (f"{SHAPE} --lr 'never ends", "quotation"),

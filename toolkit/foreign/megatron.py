@@ -329,33 +329,17 @@ def _llama(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """GPT-2; GPT-NeoX where positions are rotary."""
-    config = {
-        "vocab_size": fields["vocab_size"],
-        "tie_word_embeddings": fields["share_embeddings_and_output_weights"],
-        "initializer_range": fields["initializer_range"],
-    }
-    if fields["position_embedding_type"] == "rope":
-        return config | {
-            "model_type": "gpt_neox",
-            "hidden_size": fields["hidden_size"],
-            "intermediate_size": fields["ffn_hidden_size"],
-            "num_hidden_layers": fields["num_layers"],
-            "num_attention_heads": fields["num_attention_heads"],
-            "max_position_embeddings": fields.get("max_sequence_length", 2048),
-            "layer_norm_eps": fields["layernorm_epsilon"],
-            "rotary_pct": fields.get("rotary_percent", 1.0),
-            "use_parallel_residual": False,
-            "hidden_act": "gelu",
-        }
-    return config | {
+    return {
         "model_type": "gpt2",
+        "vocab_size": fields["vocab_size"],
         "n_embd": fields["hidden_size"],
         "n_inner": fields["ffn_hidden_size"],
         "n_layer": fields["num_layers"],
         "n_head": fields["num_attention_heads"],
         "n_positions": fields.get("max_sequence_length", 1024),
         "layer_norm_epsilon": fields["layernorm_epsilon"],
+        "tie_word_embeddings": fields["share_embeddings_and_output_weights"],
+        "initializer_range": fields["initializer_range"],
         "resid_pdrop": fields["hidden_dropout"],
         "embd_pdrop": fields["hidden_dropout"],
         "attn_pdrop": fields["attention_dropout"],
