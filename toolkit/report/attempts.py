@@ -78,11 +78,6 @@ class Attempt:
         """Optimizer steps that are known to have been done at its end."""
         return max((step_of(event) or 0 for event in self.events), default=0)
 
-    @property
-    def first_step(self) -> int:
-        """Optimizer steps done when its training loop began."""
-        return next((step_of(event) or 0 for event in self.of("start")), 0)
-
 
 def attempts(events: Sequence[Event]) -> list[Attempt]:
     """The starts of a run, in the order of the file; events without a time are left out.
