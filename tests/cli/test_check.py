@@ -202,6 +202,14 @@ def test_version_and_help(dmt: Dmt) -> None:
     shown = dmt("--help").out
     listed = {line.split()[1] for line in shown.splitlines() if line.startswith("│ ")}
     assert listed >= VERBS.keys() - HIDDEN and not listed & HIDDEN
+    verbs = [[verb] for verb in VERBS.keys() - {"data", "train"}]
+    of_files = {
+        "checkpoint": ("list", "verify", "export", "import"),
+        "data": ("prepare", "show"),
+    }
+    verbs += [[verb, sub] for verb, subs in of_files.items() for sub in subs]
+    for words in verbs:
+        assert f"Example: dmt {' '.join(words)}" in dmt(*words, "--help").out
     assert "--set" in dmt("check", "--help").out
 
 

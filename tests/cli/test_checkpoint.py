@@ -231,9 +231,3 @@ def test_control_characters_do_not_reach_the_terminal(
     for code, out, err in printed:
         assert "owned" in out + err or code == 0
         assert not {"\x1b", "\x07", "\u202e"} & set(out + err), (out, err)
-
-
-@pytest.mark.parametrize("verb", ["list", "verify", "export", "import"])
-def test_help_has_an_example(verb: str, capsys: Captured) -> None:
-    code, out, _ = dmt(capsys, verb, "--help")
-    assert code == 0 and f"Example: dmt checkpoint {verb} " in out

@@ -225,11 +225,6 @@ def test_more_nodes_can_be_planned_but_not_launched_from_here(
     assert not run_dir.exists()
 
 
-def test_help_has_an_example(dmt: Dmt) -> None:
-    for command in ("plan recipes/gpt2/gpt2-124m", "check recipes/*/*.yaml"):
-        assert f"Example: dmt {command}" in dmt(command.split()[0], "--help").out
-
-
 def test_another_cluster_is_checked_as_the_recipes_own(dmt: Dmt) -> None:
     fp16 = ["--set", "training.precision=fp16", "--set", "cluster.gpu=h100-80gb"]
     assert "found    fp16 on cpu" in dmt("plan", TINY, "--cluster", "2xcpu", *fp16, code=2).err
