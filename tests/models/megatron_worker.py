@@ -26,7 +26,7 @@ from toolkit.models.megatron import cpu
 from toolkit.models.megatron import model as megatron
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
 from toolkit.models.megatron.weights import fill, shards
-from toolkit.models.weights import SafetensorsWeights
+from toolkit.models.pretrained import SafetensorsWeights
 from toolkit.models.weights import is_correction_bias as is_bias
 
 # isort: split

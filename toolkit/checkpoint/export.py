@@ -18,12 +18,12 @@ from toolkit.errors import CheckpointError, DataError
 from toolkit.models import huggingface as hf
 from toolkit.models.families.tensors import overlaps
 from toolkit.models.new_folder import appearing
+from toolkit.models.pretrained import saved_tensors
 from toolkit.models.safetensors import (
     TensorToWrite,
     write_model,
 )
-from toolkit.models.saved_names import saved_tensors
-from toolkit.models.weights import checkpoint_names, is_correction_bias
+from toolkit.models.weights import checkpoint_names, is_correction_bias, shapes_of
 
 COMPANIONS = "hf"
 """Folder in a checkpoint with the files of a Hugging Face folder except the weights."""
@@ -114,7 +114,7 @@ def _entries(
 ) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
     model = hf.meta_model(config)
-    shapes = hf.shapes_of(model)
+    shapes = shapes_of(model)
     for name, saved in saved_tensors(model).items():
         start = 0
         for piece in saved if name in shapes else ():  # a tied head is the embedding

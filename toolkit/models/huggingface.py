@@ -36,15 +36,14 @@ from toolkit.models.frozen import is_frozen
 from toolkit.models.hub import asks_to_run_code, runs_code
 from toolkit.models.log_probs import in_chunks, label_log_probs
 from toolkit.models.model import is_dropout, read
-from toolkit.models.saved_names import saved_tensors
+from toolkit.models.pretrained import SafetensorsWeights
 from toolkit.models.spec import ModelSpec
 from toolkit.models.weights import (
     RandomWeights,
-    SafetensorsWeights,
-    SaveFormat,
     WeightSource,
     checkpoint_names,
     correction_biases,
+    shapes_of,
     weight_name,
 )
 from toolkit.recipe.schema import ModelSection
@@ -217,18 +216,9 @@ def weight_source(model: ModelSection, config: PretrainedConfig, seed: int) -> W
 
 def pretrained_weights(folder: Path, config: PretrainedConfig) -> SafetensorsWeights:
     """The weights of the model of `config` in a Hugging Face folder."""
-    model = meta_model(config)
-    tensors, tied = saved_tensors(model), model.all_tied_weights_keys
-
-    def buffers() -> dict[str, Tensor]:
-        computed = _computed_buffers(config)
-        return {tensors[name][0].name: computed[name] for name in tensors.keys() & computed}
-
-    saved = SaveFormat(tensors, tied, model.base_model_prefix, buffers)
-    weights = SafetensorsWeights(folder, shapes_of(model), saved)
+    weights = SafetensorsWeights(folder, meta_model(config), lambda: _computed_buffers(config))
     if not dist.is_initialized() or dist.get_rank() == 0:
-        for head, embedding in tied.items():
-            weights.stored_copy(head, embedding)  # refuses one that differs; once per run
+        weights.check_tied()  # reads both: once per run
     return weights
 
 
@@ -392,12 +382,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter and correction bias; tied ones appear once."""
     return shapes_of(meta_model(config))
-
-
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """See `parameter_shapes`; of a model that is there."""
-    tensors = (*named_parameters(model), *correction_biases(model).items())
-    return {name: tuple(tensor.shape) for name, tensor in tensors}
 
 
 def checkpoint_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:

@@ -4,8 +4,8 @@ A weight source returns elements `[start, stop)` of the flattened parameter `nam
 only the elements that it holds, so no rank ever needs the whole model, and the values do not
 depend on the rank.
 
-`RandomWeights` draws them from (seed, name, position); `SafetensorsWeights` reads them
-from a Hugging Face folder. Names are those of Hugging Face checkpoints. Transformers
+`RandomWeights` draws them from (seed, name, position); `SafetensorsWeights` (pretrained.py)
+reads them from a Hugging Face folder. Names are those of Hugging Face checkpoints. Transformers
 keeps the experts of a layer in one stacked parameter while checkpoints hold one tensor
 per expert; `checkpoint_names` maps one to the other. For families whose published checkpoints
 also hold the stack, a tensor per expert is a slice of it.
@@ -13,15 +13,15 @@ also hold the stack, a tensor per expert is a slice of it.
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from hashlib import blake2b
 from math import prod
-from pathlib import Path
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,15 +29,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from toolkit.errors import DataError, PlanError
+from toolkit.errors import PlanError
 from toolkit.models.families.tensors import Block, overlaps
-from toolkit.models.safetensors import SafetensorsFolder
 
 BLOCK = 1 << 18
 """Elements drawn from one random stream. Fixed: changing it would change the weights."""
 
-DRAWN_AT_ONCE = 1 << 24
-"""Elements that `RandomWeights.read_block` holds while it cuts out columns."""
+READ_AT_ONCE = 1 << 24
+"""Elements that `read_rectangle` holds while it cuts out columns."""
 
 
 _CORRECTION_BIAS = "e_score_correction_bias"
@@ -130,38 +129,51 @@ def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:
     ]
 
 
-def _overlaps(
-    pieces: Sequence[Piece], start: int, stop: int
-) -> Iterator[tuple[Piece, int, int]]:
-    """The part of each piece that lies inside [start, stop) of their concatenation."""
-    return overlaps(pieces, lambda piece: piece.numel, start, stop)
+class Place(NamedTuple):
+    """A checkpoint tensor in the flattened parameter that holds it."""
+
+    parameter: str
+    start: int
+    shape: tuple[int, ...]
 
 
-class CheckpointTensors:
-    """The positions of a model's checkpoint tensors in its flattened parameters.
+def places_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+    """Where the checkpoint tensors of parameters with these `shapes` are, by name."""
+    places: dict[str, Place] = {}
+    for parameter, shape in shapes.items():
+        start = 0
+        for piece in checkpoint_names(parameter, shape):
+            places[piece.name] = Place(parameter, start, piece.shape)
+            start += piece.numel
+    return places
 
-    `shapes` are the model's parameters; the names are those of `checkpoint_names`.
-    """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self.shapes = shapes
-        self._places: dict[str, tuple[str, int, tuple[int, ...]]] = {}
-        for parameter, shape in shapes.items():
-            start = 0
-            for piece in checkpoint_names(parameter, shape):
-                self._places[piece.name] = parameter, start, piece.shape
-                start += piece.numel
+def read_rectangle(
+    block: Block, place: Place, read: Callable[[str, int, int], Tensor]
+) -> Tensor:
+    """See `WeightSource.read_block`: the rows come from `read`, a few at a time."""
+    length = prod(place.shape[1:])
+    start, stop = (place.start + row * length for row in block.stored.rows)
+    each, apart = block.stored.steps
+    if block.columns is None:
+        return read(place.parameter, start, stop)[::each]
+    low, high = block.stored.columns or (0, length)
+    step = max(1, READ_AT_ONCE // length) * length
+    parts = [
+        read(place.parameter, first, min(first + step, stop)).view(-1, length)
+        for first in range(start, stop, step)
+    ]
+    columns = torch.cat([rows[:, low:high:apart] for rows in parts])[::each]
+    return columns.T if block.transposed else columns
 
-    def place(self, tensor: str) -> tuple[str, int, tuple[int, ...]]:
-        """The parameter that holds a checkpoint tensor, the tensor's start in it, its shape."""
-        return self._places[tensor]
 
-    def flat_rows(self, block: Block) -> tuple[str, int, int, int]:
-        """Parameter, first and last element, and row length of the rows that hold `block`."""
-        parameter, offset, shape = self._places[block.tensor]
-        first, last = block.stored.rows
-        length = prod(shape[1:])
-        return parameter, offset + first * length, offset + last * length, length
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every parameter and correction bias of a transformers model."""
+    shapes = {
+        weight_name(model, name, p.shape): tuple(p.shape)
+        for name, p in model.named_parameters()
+    }
+    return shapes | {name: tuple(b.shape) for name, b in correction_biases(model).items()}
 
 
 # --- random ---------------------------------------------------------------------------
@@ -243,10 +255,8 @@ class RandomWeights:
 
     def __init__(self, meta_model: nn.Module, seed: int) -> None:
         self.seed = seed
-        self.shapes = {
-            weight_name(meta_model, name, p.shape): tuple(p.shape)
-            for name, p in meta_model.named_parameters()
-        }
+        self.shapes = shapes_of(meta_model)
+        self._places = places_of(self.shapes)
         for module in meta_model.modules():
             if hasattr(module, "_is_hf_initialized"):
                 del module._is_hf_initialized
@@ -257,10 +267,8 @@ class RandomWeights:
         self._initialize = recorder.initialize
         self.fills, self.others = recorder.fills, recorder.others
         for name, bias in correction_biases(meta_model).items():
-            self.shapes[name] = tuple(bias.shape)
             self.fills[name] = [_Fill(0, bias.numel(), 0.0, 0.0)]
         self._drawn: tuple[str, dict[str, Tensor]] = "", {}
-        self.tensors = CheckpointTensors(self.shapes)
         missing = [n for n in self.shapes if n not in self.fills and n not in self.others]
         if missing:
             raise PlanError(
@@ -283,7 +291,7 @@ class RandomWeights:
                 view[:] = fill.mean
                 continue
             position = 0
-            for piece, first, last in _overlaps(pieces, low, high):
+            for piece, first, last in overlaps(pieces, attrgetter("numel"), low, high):
                 part = view[position : position + last - first]
                 _standard_normal(self.seed, piece, first, part)
                 position += last - first
@@ -307,24 +315,8 @@ class RandomWeights:
         return self._drawn[1][name]
 
     def read_block(self, block: Block) -> Tensor:
-        """See `WeightSource.read_block`; the block's rows are drawn a few at a time."""
-        return _cut(block, self)
-
-
-def _cut(block: Block, source: "RandomWeights | SafetensorsWeights") -> Tensor:
-    """A rectangle of what `source` reads, a few rows at a time."""
-    name, start, stop, length = source.tensors.flat_rows(block)
-    each, apart = block.stored.steps
-    if block.columns is None:
-        return source.read(name, start, stop)[::each]
-    low, high = block.stored.columns or (0, length)
-    step = max(1, DRAWN_AT_ONCE // length) * length
-    parts = [
-        source.read(name, first, min(first + step, stop)).view(-1, length)[:, low:high:apart]
-        for first in range(start, stop, step)
-    ]
-    columns = (parts[0] if len(parts) == 1 else torch.cat(parts))[::each]
-    return columns.T if block.transposed else columns
+        """See `WeightSource.read_block`."""
+        return read_rectangle(block, self._places[block.tensor], self.read)
 
 
 def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, Any]") -> None:
@@ -351,181 +343,3 @@ def _standard_normal(seed: int, piece: Piece, start: int, out: "np.ndarray[Any, 
         return
     with ThreadPoolExecutor(torch.get_num_threads()) as threads:
         deque(threads.map(draw, blocks), maxlen=0)  # raises what a thread raised
-
-
-# --- pretrained -----------------------------------------------------------------------
-
-
-_BUFFER = re.compile(r"(.*\.)?(rotary_emb\.inv_freq|(attn|attention)\.(masked_)?bias)")
-"""Rotary frequencies and causal masks, which older releases of transformers saved."""
-
-_COMPARED_ELEMENTS = 1 << 24
-
-
-@dataclass(frozen=True)
-class SaveFormat:
-    """How transformers saves a model; by default, as `shapes` say."""
-
-    tensors: Mapping[str, Sequence[Piece]] = field(default_factory=dict)
-    """The tensors that a parameter or buffer becomes, in order."""
-    tied: Mapping[str, str] = field(default_factory=dict)
-    """Parameters that are the same as another, which alone is saved, and the other."""
-    base_prefix: str = ""
-    """The name under which it holds its decoder: some checkpoints leave it out."""
-    buffers: Callable[[], Mapping[str, Tensor]] = dict
-    """Computes the buffers, by their names in a checkpoint."""
-
-
-class SafetensorsWeights:
-    """Weights read from the safetensors of a Hugging Face folder, never by pickle.
-
-    `shapes` are the parameters of the model to fill. One that is not stored as transformers
-    saves it has its own name, or those of `checkpoint_names`. Every parameter is looked up in
-    advance, so a checkpoint that does not match is refused before anything is loaded.
-
-    Raises DataError for missing or damaged files, missing tensors, wrong shapes, and tensors
-    that the model does not have, except `buffers`.
-    """
-
-    def __init__(
-        self, folder: Path, shapes: dict[str, tuple[int, ...]], saved: SaveFormat | None = None
-    ) -> None:
-        self.folder = folder
-        self.shapes = shapes
-        self.stored = SafetensorsFolder(folder)
-        self.tensors = CheckpointTensors(shapes)
-        self._saved = saved or SaveFormat()
-        self._pieces = {name: self._stored_pieces(name) for name in shapes}
-        self._check_shapes()
-        self.buffers = self._other_tensors()
-        """Stored names of tensors that models compute themselves."""
-
-    @property
-    def files(self) -> dict[str, str]:
-        """The stored name of every tensor in the folder → file name."""
-        return self.stored.files
-
-    def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Elements [start, stop) of the flattened parameter, in the checkpoint's dtype."""
-        parts = [
-            self._read_piece(piece, low, high)
-            for piece, low, high in _overlaps(self._pieces[name], start, stop)
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _read_piece(self, piece: Piece, start: int, stop: int) -> Tensor:
-        """Read only the rows that hold [start, stop)."""
-        row = prod(piece.shape[1:])
-        first, last = start // row, -(-stop // row)
-        rows: Tensor = self.stored.part(piece.name)[first:last]
-        rows = self.stored.finite(piece.name, rows)
-        return rows.reshape(-1)[start - first * row : stop - first * row]
-
-    def read_block(self, block: Block) -> Tensor:
-        """See `WeightSource.read_block`; only the rectangle is read, except of a tensor that is
-        stored as a part of another."""
-        parameter, start, shape = self.tensors.place(block.tensor)
-        pieces = self._pieces[parameter]
-        piece, low, _ = next(_overlaps(pieces, start, start + prod(shape)))
-        stacked = piece.shape != shape and piece.shape[1:] == shape
-        if len(shape) > 2 or (not stacked and piece.shape != shape):
-            return _cut(block, self)
-        stored = block.stored
-        each, apart = stored.steps
-        sides = (stored.rows,) if stored.columns is None else (stored.rows, stored.columns)
-        expert = (low // prod(shape),) if stacked else ()
-        # Files are read without gaps.
-        values: Tensor = self.stored.part(piece.name)[(*expert, *(slice(*s) for s in sides))]
-        values = self.stored.finite(piece.name, values)
-        if stored.columns is None:
-            return values[::each]
-        values = values[::each, ::apart]
-        return values.T if block.transposed else values
-
-    def stored_name(self, *names: str) -> str | None:
-        """How a file calls the first of `names` that it has, with or without `base_prefix`."""
-        prefix = f"{self._saved.base_prefix}."
-        ways = ((name, name.removeprefix(prefix)) for name in names)
-        return next((one for way in ways for one in way if one in self.files), None)
-
-    def _saved_names(self, name: str) -> list[str]:
-        return [piece.name for piece in self._saved.tensors.get(name, ())]
-
-    def _stored_pieces(self, name: str) -> list[Piece]:
-        """The stored tensors of a parameter. Raises DataError if any is missing."""
-        shape = self.shapes[name]
-        own = [Piece(name, shape)]
-        ways = self._saved.tensors.get(name, own), own, checkpoint_names(name, shape)
-        for way in ways:
-            found = [(self.stored_name(piece.name), piece.shape) for piece in way]
-            if all(stored is not None for stored, _ in found):
-                return [Piece(stored, shape) for stored, shape in found if stored is not None]
-        missing = next(piece.name for piece in ways[0] if not self.stored_name(piece.name))
-        raise DataError(f"{self.folder} has no tensor {missing}", fix=self._check_config)
-
-    def stored_copy(self, head: str, embedding: str) -> str | None:
-        """The stored name of a tied head; None when only the embedding is stored.
-
-        Both are read, some rows at a time. Raises DataError when they differ, in which
-        case transformers does not tie them, whatever the config says.
-        """
-        stored = self.stored_name(*self._saved_names(head), head)
-        first = self.stored_name(*self._saved_names(embedding), embedding)
-        if stored is None or first is None:
-            return None
-        copy, original = self.stored.part(stored), self.stored.part(first)
-        shape = tuple(original.get_shape())
-        step = max(1, _COMPARED_ELEMENTS // prod(shape[1:]))
-        same = (copy.get_dtype(), tuple(copy.get_shape())) == (original.get_dtype(), shape)
-        if not same or not all(
-            torch.equal(copy[row : row + step], original[row : row + step])
-            for row in range(0, shape[0], step)
-        ):
-            raise DataError(
-                f"{self.folder}: {stored} is not the same as {embedding}, but the config ties "
-                "them; transformers would not",
-                fix="set tie_word_embeddings: false in its config.json",
-            )
-        return stored
-
-    def _other_tensors(self) -> list[str]:
-        """Raise DataError if additional stored tensors are not buffers as the model computes
-        them."""
-        mine = {piece.name for pieces in self._pieces.values() for piece in pieces}
-        for head in self._saved.tied:
-            mine.update(filter(None, map(self.stored_name, (*self._saved_names(head), head))))
-        others = sorted(name for name in self.files if name not in mine)
-        weights = [name for name in others if not _BUFFER.fullmatch(name)]
-        for name, value in self._saved.buffers().items() if weights else ():
-            stored = self.stored_name(name)
-            if stored in weights and self._holds(stored, value):
-                weights.remove(stored)
-        if weights:
-            more = f" and {len(weights) - 3} more" if len(weights) > 3 else ""
-            raise DataError(
-                f"{self.folder} holds {', '.join(weights[:3])}{more}, which the model does not "
-                "have or computes otherwise",
-                fix=self._check_config,
-            )
-        return others
-
-    def _holds(self, stored: str, value: Tensor) -> bool:
-        values: Tensor = self.stored.part(stored)[...]
-        return torch.equal(values.float(), value.float())
-
-    @property
-    def _check_config(self) -> str:
-        return (
-            "check that `model.config` describes this checkpoint; if it does, save the model "
-            "with transformers' save_pretrained(…, save_original_format=False)"
-        )
-
-    def _check_shapes(self) -> None:
-        for piece in (piece for pieces in self._pieces.values() for piece in pieces):
-            found = tuple(self.stored.part(piece.name).get_shape())
-            if found != piece.shape:
-                raise DataError(
-                    f"{self.folder}: {piece.name} has shape {found}, the model needs "
-                    f"{piece.shape}",
-                    fix=self._check_config,
-                )

@@ -28,8 +28,9 @@ from toolkit.models import huggingface as hf
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
 from toolkit.models.families.tensors import Block
 from toolkit.models.new_folder import appearing, check_destination
+from toolkit.models.pretrained import SafetensorsWeights
 from toolkit.models.safetensors import TensorToWrite, write_model
-from toolkit.models.weights import SafetensorsWeights, is_correction_bias
+from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import ModelSection
 from toolkit.system.interpreter import python
 from toolkit.system.untrusted import read_bytes, regular_inside
