@@ -50,6 +50,8 @@ def before_import() -> None:
         "ignore", message="The .grad attribute of a Tensor that is not a leaf"
     )
     logging.getLogger("megatron").setLevel(logging.WARNING)
+    # 0.19 announces the successor of GPTModel at every start.
+    logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
     if torch.cuda.is_available():
         return
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import (
@@ -55,11 +56,10 @@ ACTIVATIONS = {
 }
 
 
-class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
+class GPTChunk(GPTModel):  # type: ignore[misc]
     """The layers of one pipeline chunk, with embedding and head where they belong.
 
-    megatron-core's model holds the parts; how they are called stands here, because its two
-    classes (`versions.LanguageModel`) differ in it.
+    megatron-core's model holds the parts; how they are called stands here.
     """
 
     described: MegatronModel
@@ -78,7 +78,6 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
         `windowed_rope_parameters`: that of layers with a window, if it differs; the others are
         the arguments of megatron-core's model."""
         super().__init__(*arguments, **options)
-        versions.turn_neighbours(self)
         self._scaled: ScaledRotary | None = None
         if rope_parameters is not None:
             self._scaled = ScaledRotary(rope_parameters, self.config, self.max_sequence_length)
@@ -221,15 +220,6 @@ class GPTChunk(versions.LanguageModel):  # type: ignore[misc]
             logits = torch.tanh(logits / cap) * cap
         return logits
 
-    def sharded_state_dict(
-        self, prefix: str = "", *arguments: Any, **options: Any
-    ) -> dict[str, Any]:
-        """Its part of megatron-core's distributed checkpoints: without the head's extra state,
-        which GPTModel removes, and which no checkpoint of it has."""
-        sharded: dict[str, Any] = super().sharded_state_dict(prefix, *arguments, **options)
-        sharded.pop(f"{prefix}output_layer._extra_state", None)
-        return sharded
-
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy [batch, sequence] over the real vocabulary.
 
@@ -313,7 +303,7 @@ def build_chunks(
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         chunk = GPTChunk(
             config=config,
-            **versions.layers_argument(chunk_spec(model, config, vp_stage), config, vp_stage),
+            transformer_layer_spec=chunk_spec(model, config, vp_stage),
             pre_process=first,
             post_process=last,
             vp_stage=vp_stage,

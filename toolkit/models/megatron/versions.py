@@ -8,85 +8,14 @@ import math
 from copy import copy
 from dataclasses import fields
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import (
-    TransformerBlock,
-    TransformerBlockSubmodules,
-    get_num_layers_to_build,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-
-LanguageModel: Any
-"""The class of megatron-core's language models: in 0.19, where GPTModel is deprecated, its
-successor."""
-if find_spec("megatron.core.models.hybrid"):
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
-    LanguageModel = HybridModel
-else:
-    from megatron.core.models.gpt.gpt_model import GPTModel
-
-    LanguageModel = GPTModel
-
-
-class HybridLayers(TransformerBlock):  # type: ignore[misc]
-    """The layers of a HybridModel that has attention and an MLP in each.
-
-    The block of GPTModel, not the stack of the same module: that one's final norm is
-    Transformer Engine's whatever its specification says; with sequence parallel its ranks
-    would draw the same dropout for different positions; and its checkpoints number the layers
-    where GPTModel's stack them.
-    """
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: TransformerBlockSubmodules,
-        layer_type_list: list[str],
-        pp_layer_offset: int,
-        dtype: object,
-        name: str,
-        **options: Any,
-    ) -> None:
-        """What HybridModel passes: the layers of a chunk follow from the configuration, too,
-        as does their type."""
-        del layer_type_list, pp_layer_offset, dtype, name
-        super().__init__(config, submodules, **options)
-
-
-def layers_argument(
-    layers: TransformerBlockSubmodules, config: TransformerConfig, vp_stage: int | None
-) -> dict[str, Any]:
-    """How `LanguageModel` is told the layers of a chunk: HybridModel also wants the types (`*`
-    has attention) of those of all chunks."""
-    if LanguageModel.__name__ == "GPTModel":
-        return {"transformer_layer_spec": layers}
-    stages = [None] if vp_stage is None else range(config.virtual_pipeline_model_parallel_size)
-    counts = [
-        get_num_layers_to_build(config, stage, rank)
-        for stage in stages
-        for rank in range(config.pipeline_model_parallel_size)
-    ]
-    return {
-        "hybrid_stack_spec": ModuleSpec(
-            module=HybridLayers, submodules=layers, params={"vp_stage": vp_stage}
-        ),
-        "hybrid_layer_pattern": "|".join("*" * count for count in counts),
-    }
-
-
-def turn_neighbours(model: Any) -> None:
-    """Make the angles of a model's rotation those that its configuration asks for: HybridModel
-    does not tell its embedding that neighbours, not halves, are turned together."""
-    if model.position_embedding_type == "rope" and not model.config.multi_latent_attention:
-        model.rotary_pos_emb.rotary_interleaved = model.config.rotary_interleaved
 
 
 def mlp(layers: MLPSubmodules) -> Any:
