@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MixtralConfig
 
 from toolkit.batch import MicroBatch
-from toolkit.models import cuda_kernels, documents
+from toolkit.models import documents
 from toolkit.models import huggingface as hf
 
 CONFIG = MixtralConfig(
@@ -41,7 +41,7 @@ def test_experts_in_one_product_compute_what_single_ones_do() -> None:
 def test_grouped_heads_are_repeated_where_no_kernel_takes_them() -> None:
     def takes(dtype: torch.dtype, device: str = "cuda") -> bool:
         key = torch.empty(1, 2, 8, 16, dtype=dtype, device=device)
-        return cuda_kernels.takes_grouped_heads(None, key, key)
+        return documents.takes_grouped_heads(None, key, key)
 
     with FakeTensorMode():
         assert takes(torch.bfloat16)

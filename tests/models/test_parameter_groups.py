@@ -13,7 +13,7 @@ from toolkit.models.parameter_groups import (
     in_small_model,
     multipliers,
 )
-from toolkit.optimizers.adamw import ADAMW
+from toolkit.optimizers.base import ADAMW
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.models import problems

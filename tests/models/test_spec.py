@@ -172,21 +172,6 @@ def test_causal_flops_of_chunks_count_the_pairs_inside_them(sequence: int) -> No
     assert causal == pytest.approx(weights + per_pair * pairs, rel=1e-12)
 
 
-def test_flops_agree_with_the_formula_of_korthikanti_and_others() -> None:
-    # arXiv:2205.05198, appendix A: 72·B·L·s·h²·(1 + s/6h + v/12hL); the GPT-3 row of table 3.
-    layers, hidden, sequence, vocab = 96, 12288, 2048, 51200
-    config = {
-        "model_type": "gpt2", "n_layer": layers, "n_embd": hidden, "n_head": 96,
-        "vocab_size": vocab, "n_positions": sequence,
-    }  # fmt: skip
-    formula = 72 * layers * hidden**2 * (
-        1 + sequence / (6 * hidden) + vocab / (12 * hidden * layers)
-    )  # fmt: skip
-    assert spec_of(config).flops_per_token(sequence, causal=False) == pytest.approx(
-        formula, rel=1e-12
-    )
-
-
 def test_llama_3_8b_flops_agree_with_6n_plus_attention() -> None:
     # PaLM appendix B: 6·N + 12·L·H·Q·T with N leaving out the embedding lookup.
     spec = spec_of(LLAMA_8B)

@@ -38,6 +38,7 @@ from toolkit.adapters.lora import BRANCH, Lora, is_of_expert
 from toolkit.models.families.tensors import TensorMap
 from toolkit.models.megatron.experts import GroupedExperts
 from toolkit.models.megatron.model import GPTChunk
+from toolkit.models.megatron.weights import tensor_place
 
 
 class LoraBranch(nn.Module):
@@ -61,7 +62,8 @@ class LoraBranch(nn.Module):
         weight: Tensor = base.weight  # type: ignore[assignment]
         part_of_rows: list[int | None] = [0] * len(weight)
         if not self.of_expert:
-            part_of_rows = lora.part_of_rows(tensor, *_place(split=self.column_parallel))
+            place = tensor_place(of_expert=False) if self.column_parallel else (0, 1)
+            part_of_rows = lora.part_of_rows(tensor, *place)
         rows = [row for row, part in enumerate(part_of_rows) if part is not None]
         self.down = nn.Parameter(weight.new_empty(parts * rank, weight.shape[1]))
         self.up = nn.Parameter(weight.new_empty(len(rows), rank))
@@ -117,16 +119,6 @@ class LoraBranch(nn.Module):
         same = (self.column_parallel or self.replicated) and not self.sequence_parallel
         with nullcontext() if same else get_cuda_rng_tracker().fork():
             return functional.dropout(x, self.dropout)
-
-
-def _place(*, split: bool) -> tuple[int, int]:
-    """This rank's number and the number of ranks among which rows are split."""
-    if not split:
-        return 0, 1
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
 
 
 def attach(chunks: Sequence[GPTChunk], lora: Lora | None) -> None:

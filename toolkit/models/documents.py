@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
+from transformers.integrations import sdpa_attention
 
 from toolkit.batch import MicroBatch
 from toolkit.errors import BackendUnavailable
@@ -31,6 +32,7 @@ _WIDTHS = 8
 _INPUTS = ("position_bias", "indices", "block_indices")
 """What some of transformers' layers also pass to their attention, and this one lacks."""
 _find_documents = masking_utils.find_packed_sequence_indices
+_takes_grouped_heads = sdpa_attention.use_gqa_in_sdpa
 
 
 @dataclass(frozen=True)
@@ -81,11 +83,23 @@ _batches: list[_Batch] = []
 
 
 def register() -> None:
-    """Make transformers offer `IMPLEMENTATION`, and ask here which documents a batch has; the
-    second call changes nothing."""
+    """Make transformers offer `IMPLEMENTATION`, and ask here which documents a batch has and
+    whether a kernel takes grouped heads; the second call changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     masking_utils.find_packed_sequence_indices = _documents
+    sdpa_attention.use_gqa_in_sdpa = takes_grouped_heads
+
+
+def takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
+    """Whether attention gets grouped key heads, or repeated ones.
+
+    On CUDA only the flash kernel supports grouped heads, and only in 16 bits: in fp32 torch
+    would fall back to plain products, which keep all scores [batch, heads, sequence, sequence].
+    """
+    if key.is_cuda and key.dtype == torch.float32:
+        return False
+    return bool(_takes_grouped_heads(mask, key, value))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from toolkit.layout import (
     loss_chunks,
     recomputed_layers,
 )
-from toolkit.models import cuda_kernels, documents, liger
+from toolkit.models import documents, liger
 from toolkit.models.context import Context
 from toolkit.models.families import model_spec
 from toolkit.models.families.arguments import rope_type_of
@@ -164,7 +164,6 @@ def _compare(stated: Mapping[str, Any], config: PretrainedConfig, hub: str) -> N
 
 def new_model(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model that `config` describes, on the current default device."""
-    cuda_kernels.choose()
     documents.register()
     model: PreTrainedModel = AutoModelForCausalLM.from_config(
         config, dtype=dtype, trust_remote_code=False

@@ -132,10 +132,19 @@ class OptimizerKind:
     """What a run gives up that changes from AdamW to it in order to fit into memory."""
 
 
+ADAMW = OptimizerKind(
+    title="AdamW",
+    reference="toolkit.rehearse.reference:adamw",
+    ledger=Ledger("AdamW with fp32 weights and moments"),
+    aliases=("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "fusedadam"),
+    elsewhere={"deepspeed.json": "AdamW", "TrainingArguments": "adamw_torch"},
+)
+"""`optimizer.name: adamw`: every engine has its own (`engines/optimizer.py`)."""
+
 OPTIMIZERS: Registry[OptimizerKind] = Registry(
     "dmt.optimizers",
     {
-        "adamw": "toolkit.optimizers.adamw:ADAMW",
+        "adamw": "toolkit.optimizers.base:ADAMW",
         "adamw_8bit": "toolkit.extras.optimizers.adamw_8bit:ADAMW_8BIT",
         "muon": "toolkit.optimizers.muon:MUON",
     },

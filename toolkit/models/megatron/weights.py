@@ -1,7 +1,7 @@
 """Maps a rank's Megatron tensors to parts of Hugging Face tensors, and fills them."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from toolkit.models.families import MegatronModel
-from toolkit.models.families.tensors import Block, TensorMap, blocks
+from toolkit.models.families.tensors import Block, blocks
 from toolkit.models.frozen import is_frozen
 from toolkit.models.megatron.model import GPTChunk
 from toolkit.models.weights import WeightSource
@@ -42,39 +42,33 @@ def shards(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[Shard]:
     """Every parameter of this rank's chunks."""
     maps = {tensor.name: tensor for tensor in model.tensors}
     for index, chunk in enumerate(chunks):
-        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         for name, parameter in chunk.named_parameters():
-            yield _shard(maps, index, chunk, offset, name, parameter)
+            template, layer, expert = _numbered(chunk, name)
+            shared = template == HEAD and chunk.share_embeddings_and_output_weights
+            tensor = maps[EMBEDDING if shared else template]
+            rank, degree = tensor_place(of_expert=expert is not None)
+            parts = blocks(tensor, rank, degree, layer=layer, expert=expert)
+            replicated = tensor.split == "none" and degree > 1
+            yield Shard(
+                index, name, parameter, tuple(parts), replicated, shared, expert is not None
+            )
 
 
-def _shard(
-    maps: Mapping[str, TensorMap],
-    index: int,
-    chunk: GPTChunk,
-    offset: int,
-    name: str,
-    parameter: nn.Parameter,
-) -> Shard:
-    """Determine which parts of which checkpoint tensors a parameter consists of."""
+def _numbered(chunk: GPTChunk, name: str) -> tuple[str, int | None, int | None]:
+    """The name of the map of a tensor, and the tensor's layer and expert in the whole model."""
     layer = expert = None
-    template = name
     if match := re.search(r"layers\.(\d+)\.", name):
-        layer = offset + int(match[1])
-        template = template.replace(match[0], "layers.{layer}.")
+        layer = get_transformer_layer_offset(chunk.config, chunk.vp_stage) + int(match[1])
+        name = name.replace(match[0], "layers.{layer}.")
     if match := re.search(r"local_experts\.(\d+)\.", name):
         local = chunk.config.num_moe_experts // chunk.config.expert_model_parallel_size
         rank = parallel_state.get_expert_model_parallel_rank()
         expert = rank * local + int(match[1])
-        template = template.replace(match[0], "local_experts.{expert}.")
-    shared = template == HEAD and chunk.share_embeddings_and_output_weights
-    tensor = maps[EMBEDDING if shared else template]
-    rank, degree = _tensor_place(of_expert=expert is not None)
-    found = blocks(tensor, rank, degree, layer=layer, expert=expert)
-    replicated = tensor.split == "none" and degree > 1
-    return Shard(index, name, parameter, tuple(found), replicated, shared, expert is not None)
+        name = name.replace(match[0], "local_experts.{expert}.")
+    return name, layer, expert
 
 
-def _tensor_place(*, of_expert: bool) -> tuple[int, int]:
+def tensor_place(*, of_expert: bool) -> tuple[int, int]:
     """Rank and degree of the tensor parallelism that splits a parameter."""
     if of_expert:
         return (
@@ -125,12 +119,9 @@ def buffers(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[tuple[
     """The buffers of this rank's chunks that checkpoints hold; every replica has them whole."""
     maps = {tensor.name: tensor for tensor in model.buffers}
     for chunk in chunks:
-        offset = get_transformer_layer_offset(chunk.config, chunk.vp_stage)
         for name, buffer in chunk.named_buffers():
-            match = re.search(r"layers\.(\d+)\.", name)
-            template = name.replace(match[0], "layers.{layer}.") if match else name
+            template, layer, _ = _numbered(chunk, name)
             if template in maps:
-                layer = offset + int(match[1]) if match else None
                 (block,) = blocks(maps[template], 0, 1, layer=layer)
                 yield buffer, block
 
