@@ -146,14 +146,14 @@ class Backend:
     rehearsals: ClassVar[tuple[Rehearsed, ...]] = ()
     """In which layouts `dmt rehearse` tries it."""
     cost: ClassVar[EngineCost]
-    """Its memory, traffic and time terms."""
+    """The engine's memory, traffic and time terms."""
 
     def adopt(self, recipe: Recipe) -> Recipe:
         """The recipe with what the engine's own file, which the recipe names, decides."""
         return recipe
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
-        """Its complete configuration; empty without one.
+        """The engine's complete configuration; empty without one.
 
         Raises RecipeError where a file that the recipe names disagrees with the recipe.
         """

@@ -41,7 +41,7 @@ class Projection:
     """A linear layer of the transformers model."""
 
     name: str
-    """Its module, e.g. `model.layers.0.self_attn.q_proj`."""
+    """The module's name, e.g. `model.layers.0.self_attn.q_proj`."""
     inputs: int
     outputs: int
     experts: int = 1
@@ -63,7 +63,7 @@ class Lora:
     """The same for PEFT, without experts: the last parts of their names, if these are
     unambiguous."""
     parameter_targets: tuple[str, ...]
-    """Those of the experts, for PEFT: the ends of their parameters' names."""
+    """Targets among experts, for PEFT: the ends of their parameters' names."""
     base: MegatronModel
     projections: tuple[Projection, ...]
 

@@ -40,7 +40,7 @@ class StoredRectangle:
     block: Block
     file: str
     key: str
-    """Its name in the file, which states the rectangle."""
+    """The name in the file, which states the rectangle."""
 
 
 class SavedState:

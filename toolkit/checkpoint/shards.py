@@ -25,7 +25,7 @@ from toolkit.optimizers.base import MOMENTS, OPTIMIZERS, Quantity
 QUANTITIES = ("weight", *MOMENTS)
 """The fp32 weight, and Adam's first and second moment; Muon's momentum is a first one."""
 OUTER_QUANTITIES = ("outer_anchor", "outer_momentum")
-"""Those of `parallel.outer`, of runs with it only."""
+"""Quantities of runs with `parallel.outer` only."""
 _KINDS = {
     **dict.fromkeys((*QUANTITIES, *OUTER_QUANTITIES), Quantity()),
     **{

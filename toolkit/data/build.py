@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class SourceData:
     title: str
-    """Its name in a list of sources."""
+    """The source's name in a list of sources."""
     train: StreamSamples
     held_out: StreamSamples | None
     """Documents of the same source that are not in `train`."""

@@ -234,10 +234,10 @@ class _Piece:
 
     block: Block
     offset: int
-    """Its first element in this rank's memory of the parameter."""
+    """The first element in this rank's memory of the parameter."""
 
     def of(self, parameter: Tensor) -> Tensor:
-        """Its elements of the parameter, or of a tensor with the same layout, as stored."""
+        """The elements of the parameter, or of a tensor with the same layout, as stored."""
         return stored_values(self.block, self.offset, local(parameter).view(-1))
 
 

@@ -49,7 +49,7 @@ class ForeignSetting:
 
     @property
     def written(self) -> str:
-        """Its value on one line, without credentials."""
+        """The value on one line, without credentials."""
         return shortened(printable(redact(shown(self.value))), _LONGEST)
 
     def problem(self, expected: str, fix: str = LEAVE_OUT) -> Problem:

@@ -49,7 +49,7 @@ class Scores:
     """[heads]: see `SinkAttention` of models/megatron/attention.py."""
 
     def of_heads(self, number: int, count: int) -> "Scores":
-        """Those of part `number` of `count` equal parts of the heads."""
+        """Scores of part `number` of `count` equal parts of the heads."""
         return replace(
             self, sinks=None if self.sinks is None else self.sinks.chunk(count)[number]
         )

@@ -32,7 +32,7 @@ def multipliers(groups: Sequence[ParameterGroup], tensors: Collection[str]) -> M
 
 
 def _of(groups: Sequence[ParameterGroup], tensor: str) -> Multipliers:
-    """Those of the first group that matches a tensor's name."""
+    """Multipliers of the first group that matches a tensor's name."""
     for group in groups:
         if matching(group.parameters, [tensor]):
             return Multipliers(group.lr_mult, group.wd_mult)

@@ -163,7 +163,7 @@ class TensorToWrite:
 
     @property
     def nbytes(self) -> int:
-        """Its size in the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def telling(self, tick: Callable[[int], None]) -> "TensorToWrite":

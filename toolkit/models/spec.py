@@ -78,11 +78,11 @@ class AdapterParameters:
     """Parameters of the adapters of all layers."""
 
     split: int
-    """Those outside of experts that tensor parallel splits."""
+    """Parameters outside of experts that tensor parallel splits."""
     whole: int
-    """Those that every tensor-parallel rank holds."""
+    """Parameters that every tensor-parallel rank holds."""
     experts_split: int = 0
-    """Those of experts that tensor parallel splits where it splits experts."""
+    """Parameters of experts that tensor parallel splits where it splits experts."""
     experts_whole: int = 0
 
     @property

@@ -79,7 +79,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Its number of elements."""
+        """The number of elements."""
         return prod(self.shape)
 
 

@@ -41,7 +41,7 @@ class Objective(ABC):
     data_kinds: tuple[str, ...] = ()
     """Values of `data.train.kind` that it trains on; empty: any."""
     blended_kinds: tuple[str, ...] = ()
-    """Those that a list of sources may also have."""
+    """Kinds that a list of sources may also have."""
     rows_per_sample = 1
     """Rows of a micro batch that make one sample: 2 where it is a pair."""
 

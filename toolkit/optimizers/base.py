@@ -30,7 +30,7 @@ class Quantity(NamedTuple):
 
     dtype: str = "float32"
     shape: Callable[[Shape], Shape] = lambda shape: shape
-    """Its shape, from that of the tensor."""
+    """The shape, from that of the tensor."""
 
     def nbytes(self, shape: Shape) -> int:
         """Bytes of the state of a tensor of this shape."""
@@ -119,7 +119,7 @@ class OptimizerKind:
     aliases: tuple[str, ...] = ()
     """Other tools' names of it, in lowercase letters: errors suggest it."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
-    """Its name in other tools' configurations (`deepspeed.json`,
+    """The name in other tools' configurations (`deepspeed.json`,
     `TrainingArguments`); one that is missing cannot state it."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distributions that it needs, and the module of each."""

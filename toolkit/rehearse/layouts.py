@@ -99,7 +99,7 @@ def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[RehearsedLayo
 
 
 def select(found: Sequence[RehearsedLayout], patterns: Sequence[str]) -> list[RehearsedLayout]:
-    """Those whose names match one of the glob `patterns`; all of them without patterns.
+    """The layouts whose names match one of the glob `patterns`; all of them without patterns.
 
     The first candidate also answers to OWN. Raises RecipeError naming all layouts when a
     pattern matches none.

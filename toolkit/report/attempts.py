@@ -130,7 +130,7 @@ def amount(event: Event, name: str) -> float | None:
 
 
 def step_of(event: Event) -> int | None:
-    """Its optimizer steps done."""
+    """Optimizer steps done."""
     value = amount(event, "step")
     return None if value is None else int(value)
 

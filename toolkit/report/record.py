@@ -186,7 +186,7 @@ def last_written(run: RunDirectory) -> float:
 
 
 def state_of(run: RunDirectory, ending: Ending) -> tuple[RunState, str]:
-    """Its state and, unless it runs or is done, why.
+    """The run's state and, unless it runs or is done, why.
 
     Without a recorded end, a run lives where its lock is held, or it wrote lately.
     """

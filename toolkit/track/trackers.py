@@ -18,7 +18,7 @@ class Tracker:
     """One tracker of `accelerate.tracking`, by its name there."""
 
     title: str
-    """Its name in messages."""
+    """The tracker's name in messages."""
     packages: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Distributions that it needs and DMT itself does not: module, and when, if not always."""
     not_inherited: tuple[str, ...] = ()

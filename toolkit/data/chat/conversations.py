@@ -68,7 +68,7 @@ class Conversation:
         return turns[-1:] if loss_on == "last_assistant" else turns
 
     def trained_turns(self, loss_on: str) -> list[int]:
-        """Those of `assistant_turns` without `weight: 0`, which OpenAI's format has."""
+        """The `assistant_turns` without `weight: 0`, which OpenAI's format has."""
         return [turn for turn in self.assistant_turns(loss_on) if self._weight(turn)]
 
     @property
@@ -232,7 +232,7 @@ def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
 def unread_columns(
     source: ChatSource | PreferenceSource, columns: Collection[str]
 ) -> list[str]:
-    """Those of the columns of a row that `conversation_of` and `preference_of` do not read."""
+    """The columns of a row that `conversation_of` and `preference_of` do not read."""
     read = {source.column(name) for name in _read(form_of(columns, source))}
     return [name for name in columns if name not in read]
 

@@ -25,9 +25,9 @@ class ChatReport:
     """Samples dropped because none of their tokens is trained; pieces of a split one are not
     counted if other pieces remain."""
     cut_off: int = 0
-    """Those of them whose trained tokens lay after the cut."""
+    """Untrained samples whose trained tokens lay after the cut."""
     weightless: int = 0
-    """Those of them whose turns of the assistant have `weight: 0`."""
+    """Untrained samples whose turns of the assistant have `weight: 0`."""
     rewritten: int = 0
     equal: int = 0
     """Preferences whose two answers are equal."""

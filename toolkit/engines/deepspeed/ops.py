@@ -197,7 +197,7 @@ def _installed_at(package: str) -> float:
 
 
 def compiled_at_start(ops: Sequence[str]) -> list[str]:
-    """Those of `ops` that this DeepSpeed was not installed with (`DS_BUILD_OPS=1`)."""
+    """The `ops` that this DeepSpeed was not installed with (`DS_BUILD_OPS=1`)."""
     record = _package_folder("deepspeed") / "git_version_info_installed.py"
     installed = runpy.run_path(str(record))["installed_ops"] if record.is_file() else {}
     return [op for op in ops if not installed.get(op)]

@@ -35,7 +35,7 @@ class FsdpCost(EngineCost):
         return (4 if tp > 1 else 3) * FP32_BYTES
 
     def whole_gradients(self, layout: Layout) -> bool:
-        """Those of earlier micro batches, which stage 1 adds up before it reduces them."""
+        """True where stage 1 adds up the gradients of micro batches before it reduces them."""
         return layout.zero_stage < 2 and layout.gradient_accumulation > 1
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:

@@ -114,7 +114,7 @@ def _recipe(record: RunRecord) -> Section | None:
 
 @lru_cache(maxsize=64)
 def _settings(recipe: str) -> list[list[str]]:
-    """Those that differ from the defaults, with their values. Raises ValidationError."""
+    """Settings that differ from the defaults, with their values. Raises ValidationError."""
     stated = Recipe.model_validate(parse_recipe(recipe), strict=False)
     values = leaves(stated.model_dump(exclude_defaults=True, mode="json"))
     return [[key, in_yaml(value)] for key, value in values]

@@ -35,7 +35,7 @@ class Curves:
     """The logged lines of a run by column."""
 
     metrics: Sequence[Metrics]
-    """Those that state their step, in order."""
+    """Metrics that state their step, in order."""
 
     @classmethod
     def of(cls, metrics: Sequence[Metrics]) -> "Curves":

@@ -92,9 +92,9 @@ class Instance:
 
     tensor: TensorMap
     layer: int | None
-    """Its layer in the whole model; None for one outside the layers."""
+    """The layer in the whole model; None for one outside the layers."""
     expert: int | None
-    """Its expert in the whole layer; None for one outside the experts."""
+    """The expert in the whole layer; None for one outside the experts."""
 
 
 Family = Callable[[Config, ModelSpec], MegatronModel]

@@ -158,7 +158,7 @@ class SinkAttention(EagerAttention):
         sharded_offsets: tuple[tuple[int, int, int], ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Its part of megatron-core's distributed checkpoints: each rank's heads."""
+        """The part of megatron-core's distributed checkpoints: each rank's heads."""
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,

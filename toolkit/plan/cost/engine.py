@@ -76,7 +76,7 @@ class EngineCost:
         return 0.0
 
     def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Those between the forward and the backward pass."""
+        """Buffers between the forward and the backward pass."""
         return self.buffers(layout, width, share)
 
     def buffers_at_end(self, layout: Layout, width: int, share: StageShare) -> float:

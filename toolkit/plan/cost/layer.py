@@ -107,7 +107,7 @@ class Op(NamedTuple):
 def operators(
     workload: Workload, part: Slice, split: ContextSplit, *, experts: bool
 ) -> Iterator[Op]:
-    """Those of a dense layer, or of one with experts."""
+    """Operators of a dense layer, or of one with experts."""
     yield from _norms(workload, part)
     yield from _attention(workload, part, split)
     yield from (_experts if experts else _mlp)(workload, part)

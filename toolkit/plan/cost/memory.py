@@ -44,7 +44,7 @@ class Memory:
     stage: int
     """Pipeline rank, from 0."""
     symbols: Mapping[str, float]
-    """Those of `terms.MEMORY`, with the values of its rows."""
+    """Symbols of `terms.MEMORY`, with the values of its rows."""
 
     def __getitem__(self, name: str) -> float:
         return self.symbols[name]
@@ -363,7 +363,7 @@ def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
 
 @lru_cache(maxsize=4096)
 def micro_batch_symbols(workload: Workload, layout: Layout) -> Mapping[str, float]:
-    """Those that one micro batch has on every stage; see `of_micro_batch`."""
+    """Symbols that one micro batch has on every stage; see `of_micro_batch`."""
     spec, width, tp = workload.spec, workload.width, layout.tp
     layer = layer_activations(workload, layout)
     tokens = layout.micro_batch * workload.sample_tokens / layout.cp

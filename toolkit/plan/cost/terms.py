@@ -31,7 +31,7 @@ class Term(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Its symbols."""
+        """The symbols of the formula."""
         code = compile(self.formula, self.name, "eval")
         return [name for name in code.co_names if name not in _FUNCTIONS]
 

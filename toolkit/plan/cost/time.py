@@ -41,7 +41,7 @@ class StepTime:
 
     place: PlacedLayout
     symbols: Mapping[str, float]
-    """Those of `terms.STEP`, with the values of its rows."""
+    """Symbols of `terms.STEP`, with the values of its rows."""
 
     def __getitem__(self, name: str) -> float:
         return self.symbols[name]

@@ -36,7 +36,7 @@ class RehearsedRank:
 
     rank: int
     stage: int
-    """Its pipeline rank."""
+    """The pipeline rank."""
     peak: Peak
     planned: Memory
     """The planner's memory of its stage."""
