@@ -134,8 +134,8 @@ def compare(case: Case, found: dict[str, Any]) -> list[dict[str, Any]]:
     from dataclasses import replace
 
     from toolkit.layout import Layout
+    from toolkit.rehearse.gpu import Peak
     from toolkit.rehearse.gpu.dress import DressRehearsal
-    from toolkit.rehearse.gpu.peak import Peak
 
     layout, planned = Layout(**found["layout"]), assignment(case)
     plan = replace(planned.plan, layout=layout)

@@ -7,25 +7,22 @@ Item = TypeVar("Item")
 
 
 class Track(Protocol):
-    """Shows, while its result is consumed, how much of `total` items is done, None if that is
-    not known."""
+    """Shows, while its result is consumed, how many items are done."""
 
-    def __call__(
-        self, items: Iterable[Item], title: str, total: int | None
-    ) -> Iterator[Item]: ...
+    def __call__(self, items: Iterable[Item], title: str) -> Iterator[Item]: ...
 
 
-def untracked(items: Iterable[Item], title: str, total: int | None) -> Iterator[Item]:
+def untracked(items: Iterable[Item], title: str) -> Iterator[Item]:
     """The `items`; shows nothing."""
-    del title, total
+    del title
     return iter(items)
 
 
-def with_bar(items: Iterable[Item], title: str, total: int | None) -> Iterator[Item]:
+def with_bar(items: Iterable[Item], title: str) -> Iterator[Item]:
     """The `items`, with a bar on standard error when it is a terminal."""
     from rich.console import Console
     from rich.progress import track
 
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    yield from track(items, description=title, total=total, console=console, disable=hidden)
+    yield from track(items, description=title, total=None, console=console, disable=hidden)

@@ -84,7 +84,7 @@ def copied(files: Sequence[RemoteFile], folder: Path, track: Track) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with held_lock(folder / "copying.lock", "copying"):
-            for file in track(files, "copying remote files", len(files)):
+            for file in track(files, "copying remote files"):
                 copy = folder / PurePosixPath(file.url).name
                 if not copy.exists():
                     _copy(file, copy)

@@ -103,7 +103,7 @@ def prepare(
     prefix = cache / "tokens" / key
 
     def tokenise() -> None:
-        shown = track(documents.in_parts(), "tokenising", None)
+        shown = track(documents.in_parts(), "tokenising")
         write_tokens(prefix, shown, tokenizer, parse_special=parse_special)
 
     return TokenizedData(cached_tokens(prefix, tokenise), key, str(prefix))

@@ -194,9 +194,9 @@ class Marks:
         self.mark(doing, self.step)
         self._waiting = doing == WAITING and self._rank != 0
 
-    def track(self, items: Iterable[Item], title: str, total: int | None) -> Iterator[Item]:
+    def track(self, items: Iterable[Item], title: str) -> Iterator[Item]:
         """Iterate over the `items` as a phase."""
-        tick = self.begin(title, total)
+        tick = self.begin(title)
         for item in items:
             yield item
             tick(1)

@@ -97,7 +97,7 @@ def prepare_chats(
         parse = data.special_tokens == "parse"
         maker = SampleMaker(source, tokenizer, sequence_length, parse_special=parse)
         report, row_numbers = ChatReport(), array("i")
-        for made in made_in_order(maker, _batches(track(records, "tokenising", None), source)):
+        for made in made_in_order(maker, _batches(track(records, "tokenising"), source)):
             report += made.report
             row_numbers.extend(made.row_numbers)
             yield from made.stored

@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
-from toolkit.rehearse.gpu import answers
-from toolkit.rehearse.gpu.peak import (
+from toolkit.rehearse.gpu import (
     ACTIVATIONS,
     BACKWARD,
     BUFFERS,
@@ -31,6 +30,7 @@ from toolkit.rehearse.gpu.peak import (
     OTHER,
     WEIGHTS,
     Peak,
+    answers,
 )
 
 BLOCK = 512

@@ -20,7 +20,7 @@ from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import Memory, stage_memory
 from toolkit.plan.estimate import Setup, estimate_plan
-from toolkit.rehearse.gpu.peak import Peak
+from toolkit.rehearse.gpu import Peak
 from toolkit.run.assignment import Assignment, write
 from toolkit.system.interpreter import python
 from toolkit.text.redact import redact

@@ -21,9 +21,8 @@ from toolkit.models import compiled
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.families.tensors import Block
-from toolkit.rehearse.gpu import answers, device
+from toolkit.rehearse.gpu import Peak, answers, device
 from toolkit.rehearse.gpu.account import Account
-from toolkit.rehearse.gpu.peak import Peak
 from toolkit.run.assignment import Assignment, read_assignment
 from toolkit.run.directory import RunDirectory
 
