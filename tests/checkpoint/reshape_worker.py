@@ -18,6 +18,7 @@ from tests.engines.parity_worker import (
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_quantity
 from toolkit.checkpoint.store import folder_name
+from toolkit.checkpoint.verify import verify
 from toolkit.engines.distributed import Ranks, join, leave
 
 SAVED_AT = 2
@@ -28,7 +29,8 @@ def save(folder: Path, name: str, case: Case, ranks: Ranks) -> dict[str, Any]:
     """Train a little, save, and go on: what every continuation is compared with."""
     engine, layout = new_engine(case, ranks, SEED)
     steps(engine, layout, ranks, 0, SAVED_AT, case.learning_rate)
-    write_state(case, ranks, engine, SAVED_AT, folder / name)
+    saved = write_state(case, ranks, engine, SAVED_AT, folder / name)
+    assert ranks.rank or verify(saved).problems == ()
     unbroken = steps(engine, layout, ranks, SAVED_AT, SAVED_AT + FURTHER, case.learning_rate)
     engine.close()
     return curves(unbroken)

@@ -14,6 +14,7 @@ import pytest
 
 from tests.checkpoint.reshaping import around, check, write_all
 from tests.engines.cases import LAYERS, MIXTRAL, megatron
+from tests.engines.lora_worker import adapter
 from tests.engines.pairs import GROUPS
 from tests.engines.parity_worker import Case
 from tests.models.configs import config_of
@@ -62,22 +63,85 @@ MOE: dict[str, tuple[int, Case]] = {
 }
 
 
+GLM = {
+    "model_type": "glm4_moe", "num_hidden_layers": 3, "n_routed_experts": 8, "head_dim": 16,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+BIAS = {"kind": "bias", "coefficient": 0.05, "bias_update": 0.02, "z_loss": 0.0}
+OPTIMIZERS = {"muon": 7e-5, "adamw_8bit": 1e-4}
+"""At larger rates AdamW, and the bf16 of Muon's iteration, make a difference of 1e-5 of what is
+rounded otherwise."""
+TWO_LAYERS = {"num_hidden_layers": 2}
+OWNERS = [
+    megatron(tensor=2, family=TWO_LAYERS),
+    zero(2, family=TWO_LAYERS),
+    megatron(pipeline=2, family=TWO_LAYERS),
+    Case("fsdp", 2, 3),
+]
+
+
+def each(cases: list[Case], **changes: Any) -> list[Case]:
+    return [replace(case, **changes) for case in cases]
+
+
 FEATURES: dict[str, list[Case]] = {
     # Transposed, gate and up projection in alternating columns, cut anywhere by ZeRO-3 and by
     # megatron-core's distributed optimizer.
     "stacked experts": [zero(3, family=GPT_OSS), megatron(tensor=2, family=GPT_OSS)],
     # All of the first of two pipeline stages.
-    "frozen": [
-        replace(case, freeze=("model.embed_tokens.*", "model.layers.[0-2].*"))
-        for case in (zero(3), megatron(pipeline=2), Case("fsdp", 2, stage=3, family=LAYERS))
-    ],
-    # At larger rates AdamW makes a difference of 1e-5 of what is rounded otherwise.
-    "groups": [
-        replace(case, groups=GROUPS, optimizer={"learning_rate": 3e-4})
-        for case in (zero(3), megatron(pipeline=2))
-    ],
+    "frozen": each(
+        [zero(3), megatron(pipeline=2), Case("fsdp", 2, stage=3, family=LAYERS)],
+        freeze=("model.embed_tokens.*", "model.layers.[0-2].*"),
+    ),
+    "groups": each(
+        [zero(3), megatron(pipeline=2)], groups=GROUPS, optimizer={"learning_rate": 3e-4}
+    ),
+    "adapters": each(
+        [
+            zero(3),
+            megatron(tensor=2, sequence=True),
+            megatron(pipeline=2),
+            Case("fsdp", 2, stage=3, family=LAYERS),
+        ],
+        adapter=adapter(),
+    ),
+    # Columns of B lie apart: ranks have two experts, a half of each, or rows of all.
+    "adapters of experts": each(
+        [
+            Case("fsdp", 2, stage=3),
+            megatron(expert=2),
+            megatron(tensor=2, sequence=True),
+        ],
+        family=MIXTRAL,
+        adapter=adapter(targets=["attention", "experts"], rank=8),
+    ),
+    # Without them, a run would continue with biases of 0.
+    "biases": each([Case("deepspeed", 4, 3), megatron(expert=2)], family=GLM, balance=BIAS),
+    **{
+        name: each(OWNERS, optimizer={"name": name, "learning_rate": rate})
+        for name, rate in OPTIMIZERS.items()
+    },
 }
 """What two ranks save on one engine and continue on another."""
+TO_THE_BIT: dict[str, list[Case]] = {
+    # The fp32 weights are saved; the 16-bit ones of the model follow from them.
+    "bf16": each(
+        [
+            zero(1),
+            zero(3),
+            Case("ddp", 2, family=LAYERS),
+            megatron(stage=1),
+            megatron(tensor=2),
+        ],
+        precision="bf16",
+    ),
+    # Random streams follow from the step.
+    "dropout": each(
+        [megatron(tensor=2, sequence=False), megatron(pipeline=2)],
+        family=LAYERS | {"attention_dropout": 0.3},
+    ),
+}
+"""What differs between layouts, but continues in its own one to the bit."""
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +171,24 @@ def test_some_pairs_with_experts(tmp_path: Path) -> None:
     check(tmp_path, write_all(tmp_path, MOE), MOE, around(MOE) + unbroken)
 
 
+def named(feature: str, cases: list[Case]) -> dict[str, tuple[int, Case]]:
+    return {f"{feature} {number}": (2, case) for number, case in enumerate(cases)}
+
+
 @pytest.mark.slow
-def test_some_pairs_of_features(tmp_path: Path) -> None:
-    layouts: dict[str, tuple[int, Case]] = {}
-    pairs: list[tuple[str, str]] = []
-    for feature, cases in FEATURES.items():
-        own = {f"{feature} on {case.engine}": (2, case) for case in cases}
-        layouts |= own
-        pairs += around(own)
-    unbroken = [(name, name) for name in own]
-    check(tmp_path, write_all(tmp_path, layouts), layouts, pairs + unbroken)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_some_pairs_of_features(tmp_path: Path, feature: str) -> None:
+    layouts = named(feature, FEATURES[feature])
+    unbroken = [(name, name) for name in layouts]
+    check(tmp_path, write_all(tmp_path, layouts), layouts, around(layouts) + unbroken)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", TO_THE_BIT)
+def test_in_the_same_layout(tmp_path: Path, feature: str) -> None:
+    layouts = named(feature, TO_THE_BIT[feature])
+    unbroken = [(name, name) for name in layouts]
+    check(tmp_path, write_all(tmp_path, layouts), layouts, unbroken)
 
 
 @pytest.mark.soak

@@ -1,9 +1,8 @@
-"""What every rank of test_lora.py does: train adapters, save them, continue elsewhere.
+"""What every rank of test_lora.py does: train adapters, and save them.
 
 `reference` is what all of them are compared with: PEFT and torch in one process.
 """
 
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +11,24 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tests.engines import parity_worker as parity
 from tests.engines.parity_worker import (
     SEED,
     Case,
     curves,
+    first_value,
     global_batches,
     loss_of,
     micro_batches,
+    new_engine,
     plain_loop,
     plain_model,
-    recipe,
-    restore,
     steps,
     write_state,
 )
-from toolkit.adapters.lora import Lora
-from toolkit.adapters.weights import AdaptedWeights, LoraWeights
 from toolkit.checkpoint.export import export
-from toolkit.checkpoint.saved_state import SavedState, SavedWeights
+from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_block
-from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks
-from toolkit.layout import Layout
-from toolkit.models import huggingface as hf
-from toolkit.models.weights import WeightSource
 
 STEPS = 8
 RANK, ALPHA = 3, 5
@@ -46,20 +38,6 @@ PEFT_PREFIX = "base_model.model."
 def adapter(**changes: Any) -> dict[str, Any]:
     """The recipe's `adapter`."""
     return {"rank": RANK, "alpha": ALPHA, "targets": "all-linear", **changes}
-
-
-class NoZeros(LoraWeights):
-    """First values with which both factors matter from the first step on."""
-
-    def _whole(self, name: str) -> Tensor:
-        return first_value(name, self.shapes[name])
-
-
-def first_value(name: str, shape: tuple[int, ...]) -> Tensor:
-    return (
-        torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode())))
-        / 20
-    )
 
 
 def reference(case: Case, *, rate_of_b: float = 1e-3, **changes: Any) -> dict[str, Any]:
@@ -92,30 +70,11 @@ def short(name: str) -> str:
     return name
 
 
-def build(case: Case, ranks: Ranks, saved: SavedState | None = None) -> tuple[Engine, Layout]:
-    """The engine of a case, built as the worker builds it: to start, or to continue."""
-    wanted = recipe(case, ranks.world)
-    config = hf.build_config(wanted.model)
-    assert wanted.adapter is not None
-    lora = Lora.of(wanted.adapter, config.to_dict())
-    first: WeightSource = NoZeros(lora, SEED)
-    if saved is not None:
-        first = SavedWeights(saved, lora.shapes)
-    base = hf.weight_source(wanted.model, config, SEED)
-    return parity.build(wanted, ranks, AdaptedWeights(base, first))
-
-
 def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
-    """All steps of a case, or after a checkpoint the second half, and what it saves."""
-    saved, half, results = case.resume_in, None, []
-    engine, layout = build(case, ranks, SavedState(Path(saved)) if saved else None)
-    if saved is None:
-        results = steps(engine, layout, ranks, 0, STEPS // 2)
-        half = write_state(case, ranks, engine, STEPS // 2, Path(folder) / case.name)
-    else:
-        assert restore(engine, Path(saved)) == STEPS // 2
-    results += steps(engine, layout, ranks, STEPS // 2, STEPS)
-    end = write_state(case, ranks, engine, STEPS, Path(folder) / f"{case.name}-end")
+    """All steps of a case, and what it saves."""
+    engine, layout = new_engine(case, ranks, SEED)
+    results = steps(engine, layout, ranks, 0, STEPS)
+    end = write_state(case, ranks, engine, STEPS, Path(folder) / case.name)
     *_, last = global_batches(STEPS)
     validation = engine.evaluate(micro_batches(*last, ranks, layout)).loss
     engine.close()
@@ -123,7 +82,6 @@ def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
         "validation": validation,
         "end": end,
         **curves(results),
-        "half": half,
         "tensors": tensors_of(end) if ranks.rank == 0 else None,
     }
 
@@ -151,7 +109,7 @@ def tensors_of(checkpoint: Path) -> dict[str, Tensor]:
 def dropped(case: Case, ranks: Ranks) -> dict[str, Any]:
     """Losses of a few steps, and what this rank then has of the factors that every rank of its
     tensor group holds whole."""
-    engine, layout = build(case, ranks)
+    engine, layout = new_engine(case, ranks, SEED)
     losses = curves(steps(engine, layout, ranks, 0, 3, 1e-2))["loss"]
     whole = {
         name: parameter.detach().clone()

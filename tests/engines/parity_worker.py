@@ -4,6 +4,7 @@
 """
 
 import gc
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from toolkit.adapters.weights import fingerprint
+from toolkit.adapters.lora import lora_of
+from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.backend import BACKENDS
 from toolkit.batch import IGNORE_INDEX, MicroBatch
-from toolkit.checkpoint.export import COMPANIONS, DTYPES, export
+from toolkit.checkpoint.export import COMPANIONS, DTYPES
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.checkpoint.saver import Saver
@@ -74,8 +76,6 @@ class Case:
     """Further keys of the model's config; with `vocab_size`, all of them."""
     resume_in: str | None = None
     """Folder: half-way, save there, go on in a new engine with other initial weights."""
-    export_to: str | None = None
-    """Folder: export there, and measure the validation loss of the export as well."""
     isolated: bool = False
     """The data isolates documents."""
     freeze: tuple[str, ...] = ()
@@ -279,10 +279,28 @@ def new_engine(
     """The engine of a case, built as the worker builds it: to start, or to continue."""
     wanted = recipe(case, ranks.world)
     config = hf.build_config(wanted.model)
+    lora = lora_of(wanted.adapter, config.to_dict())
+    shapes = hf.parameter_shapes(config) if lora is None else lora.shapes
     weights: WeightSource = hf.weight_source(wanted.model, config, seed)
     if saved is not None:
-        weights = SavedWeights(saved, hf.parameter_shapes(config))
+        weights = SavedWeights(saved, shapes)
+    if lora is not None:
+        base = hf.weight_source(wanted.model, config, SEED)
+        first = NoZeros(lora, seed) if saved is None else weights
+        weights = AdaptedWeights(base, first)
     return build(wanted, ranks, weights, case.bucket)
+
+
+class NoZeros(LoraWeights):
+    """First values with which both factors matter from the first step on."""
+
+    def _whole(self, name: str) -> torch.Tensor:
+        return first_value(name, self.shapes[name])
+
+
+def first_value(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(shape, generator=generator) / 20
 
 
 def build(
@@ -333,13 +351,9 @@ def train(case: Case, ranks: Ranks) -> dict[str, Any]:
     inputs, labels = next(global_batches(1))
     validation = engine.evaluate(micro_batches(inputs, labels, ranks, layout))
     assert validation.tokens == int((labels != IGNORE_INDEX).sum()), "counted by every rank"
-    exported = None
-    if case.export_to is not None:
-        exported = exported_loss(case, ranks, engine, inputs, labels)
     biases = biases_of(engine) if case.balance else {}
     engine.close()
     return {
-        "exported": exported,
         "biases": biases,
         **curves(results),
         "validation": validation.loss,
@@ -429,19 +443,6 @@ def save_and_load(
     checkpoint = write_state(case, ranks, engine, 1, folder)
     engine.close()
     return read_state(case, ranks, checkpoint, SEED + 1)
-
-
-def exported_loss(
-    case: Case, ranks: Ranks, engine: Engine, inputs: torch.Tensor, labels: torch.Tensor
-) -> float | None:
-    """The loss of the exported model on rank 0, by transformers alone."""
-    assert case.export_to is not None
-    folder = Path(case.export_to)
-    checkpoint = write_state(case, ranks, engine, 1, folder.with_name(f"{folder.name}-saved"))
-    if ranks.rank != 0:
-        return None
-    export(checkpoint, folder)
-    return loss_of(AutoModelForCausalLM.from_pretrained(folder), inputs, labels)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Adapters against PEFT in a plain loop: loss, gradient norm, and every tensor of every adapter
-at the end, of runs that continue in another layout. Every layout is in test_pairs.py."""
+at the end. Every layout is in test_pairs.py; continuing in another one in
+tests/checkpoint/test_reshape.py."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -10,9 +11,8 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.engines.cases import LAYERS, MIXTRAL, TOLERANCE, megatron
+from tests.engines.cases import LAYERS, MIXTRAL, TOLERANCE, assert_curves, megatron
 from tests.engines.lora_worker import (
-    STEPS,
     adapter,
     dropped,
     exported_losses,
@@ -43,13 +43,11 @@ def adapted(case: Case, adapter: dict[str, Any] = ALL, **changes: Any) -> Case:
     return replace(case, adapter=adapter, **{"family": case.family or LAYERS, **changes})
 
 
-CIRCLE = [
+LINEAR = [
     adapted(Case("deepspeed", 2, stage=3)),
     adapted(megatron(tensor=2, sequence=True)),
     adapted(megatron(pipeline=2)),
-    adapted(Case("fsdp", 2, stage=3)),
 ]
-TO_THE_BIT = CIRCLE[:2]
 OF_EXPERTS = [
     adapted(case, EXPERTS, family=MIXTRAL)
     for case in (
@@ -103,10 +101,7 @@ def check(
 
 
 def assert_equals(found: Any, wanted: Any, tolerance: float) -> None:
-    """Of a run, or of its end, the numbers of the reference."""
-    for quantity in ("loss", "grad_norm"):
-        last = wanted[quantity][-len(found[quantity]) :]
-        assert found[quantity] == pytest.approx(last, rel=tolerance)
+    assert_curves(found, wanted, tolerance=tolerance)
     assert found["tensors"].keys() == wanted["tensors"].keys()
     for name, tensor in wanted["tensors"].items():
         assert found["tensors"][name].shape == tensor.shape
@@ -115,52 +110,19 @@ def assert_equals(found: Any, wanted: Any, tolerance: float) -> None:
         assert difference.mean() <= tolerance / 10 and difference.max() <= 20 * tolerance, name
 
 
-def moved(cases: Sequence[Case], halves: Sequence[Path]) -> list[Case]:
-    """The cases, each of which continues the checkpoint of the one before."""
-    return [
-        replace(case, resume_in=str(half))
-        for case, half in zip(cases, [halves[-1], *halves[:-1]], strict=True)
-    ]
-
-
 @pytest.mark.slow
 def test_16_bits(tmp_path: Path) -> None:
     check(HALF_PRECISION, 2, tmp_path, 3e-2)
 
 
 @pytest.mark.slow
-def test_continued(tmp_path: Path) -> None:
-    """Each layout's checkpoint of half the run continues to the bit there, and in another one
-    to the same end; what is exported then, for PEFT and merged, has the engine's loss."""
-    first = check(CIRCLE, 2, tmp_path)
-    halves = [first[case.name]["half"] for case in CIRCLE]
-    pairs = zip(TO_THE_BIT, halves, strict=False)
-    again = [replace(case, resume_in=str(half)) for case, half in pairs]
-    found = check(again, 2, tmp_path / "again")
-    for before, after in zip(TO_THE_BIT, again, strict=True):
-        unbroken, resumed = first[before.name], found[after.name]
-        for quantity in ("loss", "grad_norm"):
-            assert resumed[quantity] == unbroken[quantity][STEPS // 2 :]
-        for name, tensor in unbroken["tensors"].items():
-            assert tensor.equal(resumed["tensors"][name]), name
-    others = moved(CIRCLE, halves)
-    results = check(others, 2, tmp_path / "moved")
-    for index, case in enumerate(others):
+def test_exports(tmp_path: Path) -> None:
+    """What is exported, for PEFT and merged, has the engine's loss."""
+    results = check(LINEAR + OF_EXPERTS, 2, tmp_path)
+    for number, case in enumerate(LINEAR + OF_EXPERTS[1:2]):
         result = results[case.name]
-        assert len(result["loss"]) == STEPS // 2
-        losses = exported_losses(case, result["end"], tmp_path / str(index))
+        losses = exported_losses(case, result["end"], tmp_path / str(number))
         assert losses == pytest.approx([result["validation"]] * 2, rel=TOLERANCE)
-
-
-@pytest.mark.slow
-def test_adapters_of_experts_in_another_layout(tmp_path: Path) -> None:
-    """The same of experts, whose columns of B lie apart: on ranks that each have two experts, a
-    half of each, and rows of all."""
-    first = check(OF_EXPERTS, 2, tmp_path)
-    others = moved(OF_EXPERTS, [first[case.name]["half"] for case in OF_EXPERTS])
-    result = check(others, 2, tmp_path / "moved")[others[1].name]
-    losses = exported_losses(others[1], result["end"], tmp_path / "exported")
-    assert losses == pytest.approx([result["validation"]] * 2, rel=TOLERANCE)
     assert_lost_adapters_are_refused(result["end"], tmp_path)
 
 

@@ -128,15 +128,6 @@ def check(cases: list[Case], world: int, tolerance: float = TOLERANCE) -> dict[s
     return results
 
 
-def check_resumed(unbroken: list[Case], world: int, folder: Path) -> None:
-    """To the bit."""
-    resumed = [replace(case, resume_in=str(folder)) for case in unbroken]
-    results = run([*unbroken, *resumed], world=world)
-    for one, other in zip(unbroken, resumed, strict=True):
-        assert results[one.name]["loss"] == results[other.name]["loss"], one.name
-        assert results[one.name]["grad_norm"] == results[other.name]["grad_norm"], one.name
-
-
 @pytest.mark.slow
 def test_two_processes() -> None:
     check(TWO, world=2)
@@ -178,51 +169,6 @@ def test_pipeline_messages_on_their_way() -> None:
 @pytest.mark.usefixtures("cpu_adam")
 def test_zero_with_cpu_offload() -> None:
     check([zero(3, "cpu")], world=2, tolerance=OFFLOAD_TOLERANCE)
-
-
-@pytest.mark.slow
-def test_resumed_and_exported(tmp_path: Path) -> None:
-    """A load that did nothing would go on from weights of another seed; what is exported has
-    the loss that the engine has."""
-    cases = [
-        replace(case, resume_in=str(tmp_path), export_to=str(tmp_path / f"export-{index}"))
-        for index, case in enumerate(
-            [
-                megatron(pipeline=2, virtual_pipeline=2),
-                megatron(expert=2, family=MIXTRAL),
-                zero(1),
-            ]
-        )
-    ]
-    for result in check(cases, world=2).values():
-        assert result["exported"] == pytest.approx(result["validation"], rel=TOLERANCE)
-
-
-@pytest.mark.slow
-def test_resumed_in_bf16_to_the_bit(tmp_path: Path) -> None:
-    """The fp32 weights are saved; the 16-bit ones of the model follow from them."""
-    unbroken = [
-        *(Case("deepspeed", 2, stage=stage) for stage in (1, 3)),
-        Case("ddp", 2),
-        megatron(stage=1, family={}),
-        megatron(tensor=2, family={}),
-    ]
-    unbroken = [replace(case, steps=4, precision="bf16") for case in unbroken]
-    check_resumed(unbroken, 2, tmp_path)
-
-
-@pytest.mark.slow
-def test_dropout_goes_on_after_a_resume(tmp_path: Path) -> None:
-    """A resumed run draws what the unbroken one draws: random streams follow from the step."""
-    family = {"attention_dropout": 0.3}
-    layouts = ({"tensor": 2, "sequence": False}, {"pipeline": 2})
-    unbroken = [megatron(family=family, **layout) for layout in layouts]
-    resumed = [replace(case, resume_in=str(tmp_path)) for case in unbroken]
-    results = run([*unbroken, *resumed], world=2)
-    without_dropout = _reference("{}")["loss"]
-    for one, other in zip(unbroken, resumed, strict=True):
-        assert results[other.name]["loss"] == results[one.name]["loss"]
-        assert results[one.name]["loss"] != pytest.approx(without_dropout, rel=1e-4)
 
 
 @pytest.mark.slow

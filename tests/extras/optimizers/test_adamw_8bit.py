@@ -1,5 +1,5 @@
-"""`optimizer.name: adamw_8bit`: its rule is bitsandbytes', and its state moves between layouts;
-every layout trains with it in tests/engines/test_pairs.py."""
+"""`optimizer.name: adamw_8bit`: its rule is bitsandbytes'. Every layout trains with it in
+tests/engines/test_pairs.py."""
 
 import os
 import subprocess
@@ -11,21 +11,21 @@ import torch
 from bitsandbytes.optim import AdamW8bit as Theirs
 from torch import nn
 
-from tests.engines.owner_cases import EXPERTS, check_reshaped, zeros
-from toolkit.checkpoint.verify import coverage_problems
 from toolkit.errors import BackendUnavailable
 from toolkit.extras.optimizers.adamw_8bit import ADAMW_8BIT
 from toolkit.extras.optimizers.adamw_8bit_update import AdamW8bit
 from toolkit.recipe.schema import OptimizerSection
-
-OPTIMIZER = {"name": "adamw_8bit", "learning_rate": 1e-4}
 
 
 @pytest.mark.parametrize("shape", [(65, 64), (4500,), (7, 5)])
 def test_the_rule(shape: tuple[int, ...]) -> None:
     """Codes and scales to the bit; also of a last block that is shorter."""
     rule = AdamW8bit(OptimizerSection(name="adamw_8bit", learning_rate=1.0))
-    states = zeros(ADAMW_8BIT, shape)
+    assert ADAMW_8BIT.whole is not None
+    states = {
+        name: torch.zeros(state.shape(shape), dtype=getattr(torch, state.dtype))
+        for name, state in ADAMW_8BIT.whole.states(shape).items()
+    }
     weight = nn.Parameter(torch.zeros(shape))
     theirs = Theirs([weight], lr=1.0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     generator = torch.Generator().manual_seed(0)
@@ -40,23 +40,6 @@ def test_the_rule(shape: tuple[int, ...]) -> None:
         assert ours.dtype == state[name].dtype
         assert torch.equal(ours, state[name]), name
     assert (len(names) == 4) == (len(torch.empty(shape).flatten()) >= 4096)
-
-
-@pytest.mark.slow
-def test_reshape(tmp_path: Path) -> None:
-    state = check_reshaped(tmp_path, OPTIMIZER)
-    assert state.quantities("model.layers.1.mlp.up_proj.weight") == [
-        "weight", "exp_avg_code", "exp_avg_sq_code", "exp_avg_scale", "exp_avg_sq_scale",
-    ]  # fmt: skip
-    for small_or_embedding in ("model.norm.weight", "model.embed_tokens.weight"):
-        assert state.quantities(small_or_embedding) == ["weight", "exp_avg", "exp_avg_sq"]
-    assert [*coverage_problems(state, optimizer="adamw_8bit")] == []
-    assert "which adamw does not keep" in next(coverage_problems(state))
-
-
-@pytest.mark.soak
-def test_reshape_experts(tmp_path: Path) -> None:
-    check_reshaped(tmp_path, OPTIMIZER, EXPERTS)
 
 
 @pytest.mark.slow
