@@ -4,8 +4,8 @@ What is legal is asked of the product's own rules. The features of a case are ch
 each new case has as many as it can that its layout has not met.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partialmethod
 from itertools import cycle, product
@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from toolkit.batch import MicroBatch
+from toolkit.engines.base import StepResult
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import PlanError, RecipeError
 from toolkit.intake.checks import broken_rules
@@ -63,6 +64,10 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
 """By name, the number of processes and `parallel`."""
 
 WITH_INDUCTOR = ("ddp", "zero2", "fsdp2")
+FUSED = (
+    "torch.nn.functional.scaled_dot_product_attention",
+    "toolkit.models.megatron.attention.scaled_dot_product_attention",
+)
 
 DENSE = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -84,6 +89,8 @@ GPT2 = {
 }  # fmt: skip
 BOTTOM = ("model.embed_tokens.*", "model.layers.[01].*")
 """All of the first of two pipeline stages."""
+TOP = ("model.layers.[23].*", "model.norm.weight", "lm_head.weight")
+"""All of the last of two; the head is not the embedding."""
 GROUPS = (
     {"parameters": ("model.embed_tokens.*",), "lr_mult": 0.25, "wd_mult": 0.0},
     {"parameters": ("model.layers.0.*", "*.1.mlp.*"), "lr_mult": 0.5},
@@ -142,6 +149,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
             "model": {"freeze": ["*.self_attn.*", "*.post_attention_layernorm.weight"]}
         },
         "bottom": {"model": {"freeze": [*BOTTOM]}},
+        "top": {"model": {"freeze": [*TOP]}},
     },
     "groups": {
         "none": {},
@@ -372,12 +380,16 @@ def batches_of(case: Case, recipe: Recipe) -> list[MicroBatch] | None:
 @contextmanager
 def kernels_of(case: Case) -> Iterator[None]:
     """Graphs are run by torch's own kernels, but for one layout of each engine: inductor takes
-    ten times as long to make some, whatever the layout."""
-    if case.layout in WITH_INDUCTOR:
-        yield
-        return
-    compiled = partialmethod(nn.Module.compile, backend="aot_eager")
-    with patch.object(nn.Module, "compile", compiled):
+    ten times as long to make some, whatever the layout. Eager attention asks for no fused
+    kernel."""
+    with ExitStack() as patches:
+        if case.layout not in WITH_INDUCTOR:
+            compiled = partialmethod(nn.Module.compile, backend="aot_eager")
+            patches.enter_context(patch.object(nn.Module, "compile", compiled))
+        if ("attention", "eager") in case.features:
+            fused = AssertionError("a fused kernel was asked for")
+            for place in FUSED:
+                patches.enter_context(patch(place, side_effect=fused))
         yield
 
 
@@ -389,8 +401,12 @@ def record(case: Case, ranks: Ranks) -> Record:
     layout = decided.plan.layout
     split = with_shares(layout, (3, 1) * (layout.dp // 2)) if case.moved else layout
     with kernels_of(case):
-        results = [*small_run(decided, ranks, batches_of(case, recipe), split)]
-    return Record(tuple(one.loss for one in results), tuple(one.grad_norm for one in results))
+        return recorded(small_run(decided, ranks, batches_of(case, recipe), split))
+
+
+def recorded(results: Iterable[StepResult]) -> Record:
+    losses, norms = zip(*((one.loss, one.grad_norm) for one in results), strict=True)
+    return Record(losses, norms)
 
 
 def records(ranks: Ranks, cases: Sequence[Case]) -> list[Record]:

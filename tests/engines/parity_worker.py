@@ -251,15 +251,13 @@ def micro_batches(
     labels: torch.Tensor,
     ranks: Ranks,
     layout: Layout,
-    **fields: torch.Tensor,
 ) -> list[MicroBatch]:
-    """This rank's share of a global batch, in micro batches; `fields` are further ones."""
+    """This rank's share of a global batch, in micro batches."""
     share = GLOBAL_BATCH // layout.dp
     first = layout.data_rank(ranks.rank) * share
     mine, size = slice(first, first + share), layout.micro_batch
-    fields = {"input_ids": inputs, "labels": labels, **fields}
-    parts = zip(*(field[mine].split(size) for field in fields.values()), strict=True)
-    return [MicroBatch(**dict(zip(fields, part, strict=True))) for part in parts]
+    parts = zip(inputs[mine].split(size), labels[mine].split(size), strict=True)
+    return [MicroBatch(*part) for part in parts]
 
 
 def first_batch(ranks: Ranks, layout: Layout) -> tuple[list[MicroBatch], int]:

@@ -1,6 +1,6 @@
 """What every rank of test_post_training.py does, and what it is compared with: TRL's trainers.
 
-The data are pairs of token lists, or token lists with a mask, made without any tokenizer.
+The pairs are token lists, made without any tokenizer.
 """
 
 import json
@@ -24,7 +24,6 @@ from tests.engines import parity_worker as parity
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.data.batches import batches_of
 from toolkit.data.packing import StreamSamples
-from toolkit.engines.base import Engine
 from toolkit.engines.distributed import Ranks
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
@@ -32,7 +31,7 @@ from toolkit.recipe.schema import Recipe
 
 STEPS = 6
 SAMPLES = 6
-"""Of a global batch: shares of one, two and three."""
+"""Of a global batch."""
 REWARDS = (
     "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins",
     "logps/chosen", "logps/rejected",
@@ -73,29 +72,6 @@ def pairs(steps: int) -> list[list[Pair]]:
     return [[pair() for _ in range(SAMPLES)] for _ in range(steps)]
 
 
-def conversation(length: int, step: int, place: int, generator: Any) -> Conversation:
-    """One for this place of a global batch; in the second half of each batch, hardly any token
-    is trained: none in every second batch."""
-    tokens = torch.randint(2, parity.VOCABULARY, (length,), generator=generator)
-    share = (0.9, 0.5, 0.1, 0.0, 0.0, 0.3 * (step % 2))[place]
-    mask = (torch.rand(length, generator=generator) < share).int()
-    mask[1] = 1 if place == 0 else mask[1]
-    return tokens.tolist(), mask.tolist()
-
-
-def conversations() -> list[list[Conversation]]:
-    """Global batches."""
-    generator = torch.Generator().manual_seed(12)
-
-    def length() -> int:
-        return int(torch.randint(4, parity.LENGTH + 1, (), generator=generator))
-
-    return [
-        [conversation(length(), step, place, generator) for place in range(SAMPLES)]
-        for step in range(STEPS)
-    ]
-
-
 def packed_samples(folder: Path) -> StreamSamples:
     """Rows of one to four short prompts and answers, of bytes, that DMT packs."""
     generator = torch.Generator().manual_seed(13)
@@ -131,18 +107,16 @@ def row(tokens: Sequence[int], mask: Sequence[int]) -> tuple[torch.Tensor, torch
     return inputs, labels
 
 
-def rows_of(sample: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The rows of a pair, or of a conversation."""
-    if not isinstance(sample, Pair):
-        return [row(*sample)]
-    before = [0] * len(sample.prompt)
-    answers = (sample.chosen, sample.rejected)
-    return [row(sample.prompt + answer, before + [1] * len(answer)) for answer in answers]
+def rows_of(pair: Pair) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The rows of a pair."""
+    before = [0] * len(pair.prompt)
+    for answer in (pair.chosen, pair.rejected):
+        yield row(pair.prompt + answer, before + [1] * len(answer))
 
 
-def micro_batch(samples: Sequence[Any], reference: Sequence[float] = ()) -> MicroBatch:
-    inputs, labels = zip(*(one for sample in samples for one in rows_of(sample)), strict=True)
-    extra = {"reference_log_probs": torch.tensor(reference)} if reference else {}
+def micro_batch(samples: Sequence[Pair], reference: Sequence[float]) -> MicroBatch:
+    inputs, labels = zip(*(one for pair in samples for one in rows_of(pair)), strict=True)
+    extra = {"reference_log_probs": torch.tensor(reference)}
     return MicroBatch(torch.stack(inputs), torch.stack(labels), extra=extra)
 
 
@@ -180,65 +154,49 @@ def recipe(case: parity.Case, objective: Objective, world: int) -> Recipe:
     return Recipe.model_validate(plain)
 
 
-def new_engine(
-    case: parity.Case, objective: Objective, ranks: Ranks
-) -> tuple[Engine, Layout, Recipe]:
-    wanted = recipe(case, objective, ranks.world)
-    config = hf.build_config(wanted.model)
-    weights = hf.weight_source(wanted.model, config, parity.SEED)
-    return *parity.build(wanted, ranks, weights), wanted
-
-
-def shares(
-    batch: Sequence[Any], reference: Sequence[float], layout: Layout, rank: int, uneven: bool
-) -> Iterator[MicroBatch]:
-    """This rank's micro batches: equal ones, or of one and two samples, in another order on
-    every other rank."""
-    size = SAMPLES // layout.dp
-    first = layout.data_rank(rank) * size
-    sizes = [layout.micro_batch] * (size // layout.micro_batch)
-    if uneven:
-        sizes = ([1, 2] if layout.data_rank(rank) % 2 else [2, 1]) * (size // 3)
-    for count in sizes:
-        rows = slice(2 * first, 2 * (first + count))
-        yield micro_batch(batch[first : first + count], reference[rows])
-        first += count
-
-
 Step: TypeAlias = tuple[MicroBatch, list[MicroBatch]]
 """A global batch, and this rank's micro batches of it."""
 
 
-def steps_of(
-    case: parity.Case,
-    objective: Objective,
-    found: Sequence[Sequence[float]],
-    layout: Layout,
-    rank: int,
+def packed_steps(layout: Layout, rank: int) -> Iterator[Step]:
+    with TemporaryDirectory() as folder:
+        samples, used = packed_samples(Path(folder)), np.arange(STEPS * SAMPLES)
+        whole = batches_of(samples, used, SAMPLES, 0, [SAMPLES])
+        share = layout.data_rank(rank), layout.micro_batches
+        mine = batches_of(samples, used, SAMPLES, *share)
+        yield from ((one, batches) for (one,), batches in zip(whole, mine, strict=True))
+
+
+def steps_of_pairs(
+    found: Sequence[Sequence[float]], layout: Layout, rank: int
 ) -> Iterator[Step]:
     """`found` is the reference's log p of every row."""
-    if objective.packed:
-        with TemporaryDirectory() as folder:
-            samples, used = packed_samples(Path(folder)), np.arange(STEPS * SAMPLES)
-            whole = batches_of(samples, used, SAMPLES, 0, [SAMPLES])
-            share = layout.data_rank(rank), layout.micro_batches
-            mine = batches_of(samples, used, SAMPLES, *share)
-            yield from ((one, batches) for (one,), batches in zip(whole, mine, strict=True))
-        return
-    uneven = case.engine in ("ddp", "fsdp") and case.micro_batch == 1
-    data = conversations() if objective.name == "sft" else pairs(STEPS)
-    for step, batch in enumerate(data):
-        reference = found[step] if objective.name == "dpo" else ()
-        yield micro_batch(batch), list(shares(batch, reference, layout, rank, uneven))
+    first, size = layout.data_rank(rank) * SAMPLES // layout.dp, layout.micro_batch
+    last = first + SAMPLES // layout.dp
+    for batch, reference in zip(pairs(STEPS), found, strict=True):
+        yield (
+            micro_batch(batch, reference),
+            [
+                micro_batch(batch[at : at + size], reference[2 * at : 2 * (at + size)])
+                for at in range(first, last, size)
+            ],
+        )
 
 
 def train(
     case: parity.Case, objective: Objective, ranks: Ranks, found: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
     """Train one case; what is logged of each step."""
-    engine, layout, wanted = new_engine(case, objective, ranks)
+    wanted = recipe(case, objective, ranks.world)
+    weights = hf.weight_source(wanted.model, hf.build_config(wanted.model), parity.SEED)
+    engine, layout = parity.build(wanted, ranks, weights)
+    steps = (
+        packed_steps(layout, ranks.rank)
+        if objective.packed
+        else steps_of_pairs(found, layout, ranks.rank)
+    )
     results = []
-    for whole, batches in steps_of(case, objective, found, layout, ranks.rank):
+    for whole, batches in steps:
         count = float(wanted.objective().count(whole))
         results.append(engine.train_step(batches, count, 1e-3))
     engine.close()
@@ -254,17 +212,6 @@ def train_all(
     found: Sequence[Sequence[float]],
 ) -> list[dict[str, Any]]:
     return [train(case, objective, ranks, found) for case, objective in cases]
-
-
-def log_probs_of(ranks: Ranks, cases: Sequence[parity.Case]) -> list[list[float]]:
-    """The log-probabilities of the first batch of pairs, by each engine; of this rank's."""
-    results = []
-    for case in cases:
-        engine, layout, _ = new_engine(case, Objective("orpo"), ranks)
-        batches = list(shares(pairs(1)[0], (), layout, ranks.rank, uneven=False))
-        results.append(engine.sequence_log_probs(batches).tolist())
-        engine.close()
-    return results
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
