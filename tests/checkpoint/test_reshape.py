@@ -67,6 +67,10 @@ GLM = {
     "model_type": "glm4_moe", "num_hidden_layers": 3, "n_routed_experts": 8, "head_dim": 16,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
 }  # fmt: skip
+MAMBA = {
+    "model_type": "mamba", "vocab_size": 101, "hidden_size": 32, "state_size": 4,
+    "num_hidden_layers": 2,
+}  # fmt: skip
 BIAS = {"kind": "bias", "coefficient": 0.05, "bias_update": 0.02, "z_loss": 0.0}
 OPTIMIZERS = {"muon": 7e-5, "adamw_8bit": 1e-4}
 """At larger rates AdamW, and the bf16 of Muon's iteration, make a difference of 1e-5 of what is
@@ -88,6 +92,8 @@ FEATURES: dict[str, list[Case]] = {
     # Transposed, gate and up projection in alternating columns, cut anywhere by ZeRO-3 and by
     # megatron-core's distributed optimizer.
     "stacked experts": [zero(3, family=GPT_OSS), megatron(tensor=2, family=GPT_OSS)],
+    # Its weights have three axes.
+    "convolution": each([Case("ddp", 2), Case("fsdp", 2, stage=3)], family=MAMBA),
     # All of the first of two pipeline stages.
     "frozen": each(
         [zero(3), megatron(pipeline=2), Case("fsdp", 2, stage=3, family=LAYERS)],

@@ -35,8 +35,8 @@ def conversations() -> Iterator[Passage]:
         yield [*asked, *said], [False] * len(asked) + [True] * len(said)
 
 
-def documents(*, isolated: bool) -> Iterator[Passage]:
-    """The rows of the texts, or the part of each document in each row."""
+def documents() -> Iterator[Passage]:
+    """The part of each document in each row of the texts."""
     stream = [token for text in TEXTS for token in (*text.encode(), END)]
     ends = [place + 1 for place, token in enumerate(stream) if token == END]
     whole = range(0, len(stream) - 1, LENGTH)[: (len(stream) - 1) // LENGTH]
@@ -44,7 +44,7 @@ def documents(*, isolated: bool) -> Iterator[Passage]:
     for start in whole:
         stop = start + LENGTH
         cuts = [start, *(end for end in ends if start < end < stop), stop]
-        for first, behind in pairwise(cuts) if isolated else [(start, stop)]:
+        for first, behind in pairwise(cuts):
             tokens = stream[first : behind + 1]
             yield tokens, [True, *(token != END for token in tokens[:-1])]
 
@@ -89,19 +89,18 @@ def write(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("packing", "isolated"), [("none", False), ("greedy", True)])
-def test_losses_equal_a_plain_loop(own_project: Project, packing: str, isolated: bool) -> None:
+def test_losses_equal_a_plain_loop(own_project: Project) -> None:
     """Every step sees all samples of both sources, so their order does not matter."""
     write(own_project.folder)
-    n_chats = len(QUESTIONS) // (2 if packing == "greedy" else 1)
+    n_chats = len(QUESTIONS) // 2
     changes = {
         "data.train": [
             {"kind": "text", "files": ["[0-9].txt"], "weight": 8},
             {"kind": "chat", "path": "chats.jsonl", "weight": n_chats},
         ],
         "data.chat_template": "chatml",
-        "data.packing": packing,
-        "data.isolate_documents": isolated,
+        "data.packing": "greedy",
+        "data.isolate_documents": True,
         "data.validation_fraction": 0,
         "model.config": CONFIG,
         "training.objective": "sft",
@@ -113,7 +112,7 @@ def test_losses_equal_a_plain_loop(own_project: Project, packing: str, isolated:
         "checkpoint.export": "false",
     }
     own_project.launch("mixed", changes)
-    expected = plain_loop([*documents(isolated=isolated), *conversations()])
+    expected = plain_loop([*documents(), *conversations()])
     for found, plain in zip(
         curve(own_project.folder / "mixed").values(), expected, strict=True
     ):

@@ -1,14 +1,13 @@
-"""`dmt report` of real runs: finished, going on, stopped, killed and started again."""
+"""`dmt report` of real runs: finished, killed and started again."""
 
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.product import dmt, events, records, run, started, steps_logged
+from tests.e2e.product import dmt, events, records, run
 
 pytestmark = pytest.mark.slow
 
@@ -47,24 +46,6 @@ def test_a_finished_run_is_compared_with_its_prediction(ddp_run: Path) -> None:
     assert measured["steps"] == 19 and event["step"] == 20
     assert 0 < measured["step_time_s"] < 60
     assert 0.1 < measured["process_gib"] < 16
-
-
-def test_a_run_that_goes_on_and_is_stopped(project: Project) -> None:
-    run_dir = project.folder / "reported-live"
-    command = project.command(run_dir.name, {**ONE_RANK, "training.steps": 1_000_000})
-    with started(command, project.folder) as running:
-        running.wait_for(lambda: steps_logged(run_dir) >= 7, "seven steps")
-        live = report(run_dir)
-        assert live["ending"]["state"] == "open"
-        assert live["steps"] >= 7 and live["time_s"]["productive"] > 0
-        running.process.send_signal(signal.SIGTERM)
-        running.end()
-    (event,) = events(run_dir, "prediction")
-    assert event["measured"]["steps"] == event["step"] - 1
-    stopped = report(run_dir)
-    assert stopped["ending"] == {"state": "stopped", "exit_code": 75, "why": "SIGTERM"}
-    assert stopped["total_s"] > live["time_s"]["productive"]
-    assert stopped["saves"]["last_step"] == stopped["steps"] >= live["steps"]
 
 
 def test_a_run_that_was_killed_and_started_again(project: Project) -> None:

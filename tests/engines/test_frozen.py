@@ -1,4 +1,4 @@
-"""What does not train has no gradient, gradient buffer, optimizer state or moment on any engine.
+"""What does not train has no gradient, gradient buffer or optimizer state on any engine.
 
 That its run is the one of plain transformers with `requires_grad_(False)` is in test_pairs.py.
 """
