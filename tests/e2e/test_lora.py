@@ -32,7 +32,7 @@ LORA = {
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project with a pretrained model in `base`, and a run of six steps that began with tensor
+    """A project with a pretrained model in `base`, and a run of six steps that began in tensor
     parallel and ended with ZeRO-3."""
     folder = tmp_path_factory.mktemp("lora")
     project = Project(folder)

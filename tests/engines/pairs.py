@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from toolkit.batch import MicroBatch
+from toolkit.engines import owners
 from toolkit.engines.base import StepResult
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import PlanError, RecipeError
@@ -381,8 +382,9 @@ def batches_of(case: Case, recipe: Recipe) -> list[MicroBatch] | None:
 def kernels_of(case: Case) -> Iterator[None]:
     """Graphs are run by torch's own kernels, but for one layout of each engine: inductor takes
     ten times as long to make some, whatever the layout. Eager attention asks for no fused
-    kernel."""
+    kernel, and Muon's matrices are exchanged a few at a time."""
     with ExitStack() as patches:
+        patches.enter_context(patch.object(owners, "EXCHANGED_AT_ONCE", 20_000))
         if case.layout not in WITH_INDUCTOR:
             compiled = partialmethod(nn.Module.compile, backend="aot_eager")
             patches.enter_context(patch.object(nn.Module, "compile", compiled))

@@ -4,8 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engines.muon_worker import orthogonalized
-from tests.forked import run_ranks
 from toolkit.engines.muon import Muon, newton_schulz
 from toolkit.recipe.schema import OptimizerSection
 
@@ -21,11 +19,3 @@ def test_the_iteration_is_torchs_to_the_bit(shape: tuple[int, int]) -> None:
     rate = Muon(OptimizerSection(name="muon", learning_rate=1.0))
     expected = torch.zeros(shape).add_(newton_schulz(gradient), alpha=-rate.rate(shape))
     assert torch.equal(weight, expected)
-
-
-def test_rectangles() -> None:
-    """Several exchanges; a copy on both ranks, turned rectangles, and a rank without any."""
-    for rank in run_ranks(orthogonalized, 2):
-        assert rank.pop("rounds") > 1
-        assert rank.keys() == {"split", "turned", "copied", "one"}
-        assert max(rank.values()) < 1e-6
