@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.reshaping import around, check, write_all
-from tests.engines.cases import LAYERS, MIXTRAL, megatron
+from tests.engines.cases import BIAS, GLM, LAYERS, MIXTRAL, megatron
 from tests.engines.lora_worker import adapter
 from tests.engines.pairs import GROUPS
 from tests.engines.parity_worker import Case
@@ -63,15 +63,10 @@ MOE: dict[str, tuple[int, Case]] = {
 }
 
 
-GLM = {
-    "model_type": "glm4_moe", "num_hidden_layers": 3, "n_routed_experts": 8, "head_dim": 16,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
-}  # fmt: skip
 MAMBA = {
     "model_type": "mamba", "vocab_size": 101, "hidden_size": 32, "state_size": 4,
     "num_hidden_layers": 2,
 }  # fmt: skip
-BIAS = {"kind": "bias", "coefficient": 0.05, "bias_update": 0.02, "z_loss": 0.0}
 OPTIMIZERS = {"muon": 7e-5, "adamw_8bit": 1e-4}
 """At larger rates AdamW, and the bf16 of Muon's iteration, make a difference of 1e-5 of what is
 rounded otherwise."""
@@ -140,6 +135,9 @@ TO_THE_BIT: dict[str, list[Case]] = {
             megatron(tensor=2),
         ],
         precision="bf16",
+    ),
+    "fp8": each(
+        [Case("ddp", 2), Case("fsdp", 2, stage=3)], precision="bf16", kernels={"fp8": "rowwise"}
     ),
     # Random streams follow from the step.
     "dropout": each(

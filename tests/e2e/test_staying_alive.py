@@ -1,12 +1,13 @@
 """Deaths, hangs and signals in real runs: they go on by themselves to the same end."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import ZERO_2, Project
+from tests.e2e.conftest import Project
+from tests.e2e.layouts import LAYOUTS
 from tests.e2e.product import (
     Command,
     Ended,
@@ -26,17 +27,7 @@ OFTEN = {"checkpoint.every_steps": 4}
 LIMIT_S = 10.0
 """After which a rank hangs; a busy machine must take a step in less."""
 WATCHED = {**OFTEN, "launch.hang_timeout_s": LIMIT_S}
-LAYOUTS: Mapping[str, Mapping[str, object]] = {
-    "ddp": {},
-    "zero-1": {"parallel.engine": "deepspeed", "parallel.zero.stage": 1},
-    "zero-2": ZERO_2,
-    "zero-3": {"parallel.engine": "deepspeed", "parallel.zero.stage": 3},
-    "fsdp": {"parallel.engine": "fsdp"},
-    "megatron-tp2": {"parallel.engine": "megatron", "parallel.tensor": 2},
-    "megatron-pp2": {"parallel.engine": "megatron", "parallel.pipeline": 2},
-}
-
-IN_CI = ("ddp", "zero-3", "fsdp", "megatron-pp2")
+IN_CI = ("ddp", "zero3", "fsdp3", "megatron-pp2")
 
 
 def assert_finished(ended: Ended, run_dir: Path, undisturbed: Path) -> None:

@@ -39,6 +39,14 @@ MIXTRAL = {
     "tie_word_embeddings": False,
 }  # fmt: skip
 
+GLM = {
+    "model_type": "glm4_moe", "num_hidden_layers": 3, "n_routed_experts": 8, "head_dim": 16,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+"""Sigmoid scores, correction biases, and one dense layer."""
+BIAS = {"kind": "bias", "coefficient": 0.05, "bias_update": 0.02, "z_loss": 0.0}
+"""The balancing of GLM."""
+
 
 def megatron(micro_batch: int = 2, family: dict[str, Any] = LAYERS, **parallel: Any) -> Case:
     """A case of the engine megatron."""

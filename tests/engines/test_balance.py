@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.engines.cases import MIXTRAL, TOLERANCE, megatron, run
+from tests.engines.cases import BIAS, GLM, MIXTRAL, TOLERANCE, megatron, run
 from tests.engines.parity_worker import (
     GLOBAL_BATCH,
     VOCABULARY,
@@ -23,12 +23,6 @@ from toolkit.batch import IGNORE_INDEX
 STEPS = 6
 SEQUENCE_LOSS = {"kind": "sequence_loss", "coefficient": 0.05, "z_loss": 0.02}
 """Large enough that a part of a term that is missing is seen in the norm."""
-BIAS = {"kind": "bias", "coefficient": 0.05, "bias_update": 0.02, "z_loss": 0.0}
-GLM = {
-    "model_type": "glm4_moe", "num_hidden_layers": 3, "n_routed_experts": 8, "head_dim": 16,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "tie_word_embeddings": False,
-}  # fmt: skip
-"""Sigmoid scores, correction biases, and one dense layer."""
 LLAMA4 = SMALL | {
     "model_type": "llama4_text", "vocab_size": VOCABULARY, "num_local_experts": 4,
     "head_dim": 16, "intermediate_size_mlp": 80, "interleave_moe_layer_step": 2,

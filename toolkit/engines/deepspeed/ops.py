@@ -54,9 +54,6 @@ BUILDERS = {
 BUILD_LIMIT_S = 1800.0
 """Time limit of a build: the slowest, async_io, takes minutes."""
 
-OLD_LOCK_S = 600.0
-"""Age at which a lock counts as stale if its holder cannot be determined."""
-
 TOOLS = (CPP, "ninja", HEADERS, "libaio")
 """What building an op may need, besides CUDA's compiler."""
 
@@ -267,14 +264,14 @@ def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
 def _is_held(lock: Path) -> bool:
     """Whether a live build holds the lock: torch keeps the file open while it builds.
 
-    If the lock is another user's, or there is no /proc, its age decides.
+    Another user's counts as held, and so do all without /proc: the wait for them has a limit.
     """
     try:
         status = lock.stat()
     except FileNotFoundError:
         return False
     if status.st_uid != os.getuid() or not Path("/proc/self/fd").is_dir():
-        return time.time() - status.st_mtime < OLD_LOCK_S
+        return True
     return any(os.path.samestat(status, held) for held in _open_files())
 
 
@@ -299,7 +296,7 @@ def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> 
             raise BackendUnavailable(
                 f"another process has been building DeepSpeed op {op} for {limit_s:.0f} s "
                 f"(lock {lock})",
-                fix="end that process, or wait and start again",
+                fix=f"end that process; if there is none: rm {shlex.quote(str(lock))}",
             )
         if not announced:
             report(f"waiting for another process that builds DeepSpeed op {op}…")
