@@ -1,20 +1,15 @@
-"""An elastic run on hosts of tests/e2e/two_hosts.py, and what is seen of its steps."""
+"""An elastic run on hosts of tests/e2e/two_hosts.py."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.product import Command, Ended, curve, events, records
+from tests.e2e.product import Command, Ended, curve, events, steps_logged
 from tests.e2e.two_hosts import TwoHosts
-from tests.processes import wait_until
 
 SETTINGS: Mapping[str, object] = {
     "optimizer.learning_rate": 3e-4,  # at 3e-3, sixty steps multiply rounding by ten thousand
@@ -67,10 +62,6 @@ class ElasticRun:
         self.run_dir = project.folder / name
         self.meet = meet
         self.commands: dict[str, Command] = {}
-        self.seen: list[tuple[float, int]] = []
-        """Time and number of every step that was logged, repeated ones again."""
-        self.losses: dict[int, float] = {}
-        self._over = threading.Event()
 
     def join(self, host: str, changes: Mapping[str, object]) -> None:
         """Start it on a host."""
@@ -79,20 +70,9 @@ class ElasticRun:
         on_host = self.hosts.on(host, command)
         self.commands[host] = Command(on_host, self.project.folder, self.hosts.env)
 
-    @property
-    def step(self) -> int:
-        """The last step that was logged."""
-        return self.seen[-1][1] if self.seen else 0
-
     def reach(self, step: int) -> None:
         """Wait for a step. Fails when the run ends before."""
-
-        def reached() -> bool:
-            ends = {host: one.process.poll() for host, one in self.commands.items()}
-            assert self.step >= step or ends[self.meet] is None, f"{ends}\n{self.printed()}"
-            return self.step >= step
-
-        wait_until(reached, f"step {step}", self.printed)
+        self.wait_for(lambda: steps_logged(self.run_dir) >= step, f"step {step}")
 
     def wait_for(self, condition: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds, while the run goes on."""
@@ -128,38 +108,14 @@ class ElasticRun:
             for _, _, remote, state, *_ in lines
         )
 
-    def printed(self) -> str:
-        """What the hosts printed."""
-        return "\n".join(f"--- {host}\n{one.printed()}" for host, one in self.commands.items())
-
     def end(self, host: str) -> Ended:
         """Wait for the end there."""
         return self.commands[host].end()
 
-    def idle_s(self, resize: Mapping[str, Any]) -> float | None:
-        """Seconds between the last step before this event and the first one after it; None if
-        the last step of the run was before it."""
-        at = datetime.fromisoformat(resize["time"]).timestamp()
-        before = max(when for when, _ in self.seen if when < at)
-        after = min((when for when, _ in self.seen if when >= at), default=None)
-        return None if after is None else round(after - before, 2)
-
-    def look(self) -> None:
-        """Note what was logged, until the end."""
-        last = None
-        while not self._over.wait(0.02):
-            lines = records(self.run_dir / "metrics.jsonl")
-            if lines and lines[-1] != last:
-                last = lines[-1]
-                self.seen.append((time.time(), last["step"]))
-        lines = records(self.run_dir / "metrics.jsonl")
-        self.losses = {line["step"]: line["loss"] for line in lines}
-
-    def over(self) -> None:
-        """Stop looking, and leave no process behind."""
-        self._over.set()
-        for command in self.commands.values():
-            command.kill()
+    @property
+    def losses(self) -> dict[int, float]:
+        """Those that were logged, by step."""
+        return losses(self.run_dir)
 
 
 @contextmanager
@@ -168,10 +124,8 @@ def elastic_run(
 ) -> Iterator[ElasticRun]:
     """A run that nobody has joined yet, whose machines meet at host `meet`."""
     run = ElasticRun(hosts, project, name, meet)
-    looking = threading.Thread(target=run.look)
-    looking.start()
     try:
         yield run
     finally:
-        run.over()
-        looking.join()
+        for command in run.commands.values():
+            command.kill()
