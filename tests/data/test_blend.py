@@ -94,6 +94,7 @@ def test_the_run_ends_where_a_source_must_not_be_repeated(tmp_path: Path) -> Non
     ]
     data = build(tmp_path, train=sources)
     assert data.ends_after is not None
+    assert "at its end: 2 steps instead of 200" in next(data.notes(2, 200))
     assert letters(data, 0, data.ends_after)["c"] == 25  # all of its samples
     assert letters(data, 0, data.ends_after + 1)["c"] == 26
 
@@ -105,6 +106,7 @@ def test_epochs_of_each_source(tmp_path: Path) -> None:
     ]
     data = build(tmp_path, train=sources)
     assert data.samples_per_epoch == 50 + 4 * 25
+    assert "`c.txt` is seen 32.0 times in this run" in [*data.notes(150, None)][1]
     assert letters(data, 0, data.samples_per_epoch) == {"b": 50, "c": 100}
     found = Counter(data.order.indices(0, data.samples_per_epoch).tolist())
     assert [found[n] for n in range(75)] == [1] * 50 + [4] * 25

@@ -62,22 +62,6 @@ def test_a_blend(project: Project) -> None:
 
 
 @pytest.mark.slow
-def test_a_source_that_ends(project: Project) -> None:
-    """One file is two samples or so: they come again, and the user is told; or the run ends."""
-    small = SOURCES[1] | {"files": ["data/01.txt"]}
-    again = BLEND | {"data.train": [SOURCES[0], small], "training.steps": 12}
-    ended = project.launch("repeated", again)
-    assert "data: `high` is seen" in ended.err
-    once = again | {"data.train": [SOURCES[0], small | {"at_end": "stop"}]}
-    ended = project.launch("ended", once)
-    steps = len(curve(project.folder / "ended"))
-    assert 0 < steps < 12
-    assert f"data: `high` is at its end: {steps} steps instead of 12" in ended.err
-    seen = [*curve(project.folder / "repeated").values()]
-    assert [*curve(project.folder / "ended").values()] == seen[:steps]
-
-
-@pytest.mark.slow
 def test_weights_change_by_stages_only(project: Project) -> None:
     project.launch("staged", BLEND | {"training.steps": 3})
     other = [SOURCES[0] | {"weight": 0.5}, SOURCES[1] | {"weight": 0.5}]

@@ -4,12 +4,11 @@ import json
 import random
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
 
 import pytest
 
 from tests.e2e.conftest import RECIPE, WORDS, Project
-from tests.e2e.product import dmt, events, records, run, settings
+from tests.e2e.product import events, records
 
 TEXT = '{kind: text, files: ["data/*.txt"]}'
 STEPS = 8
@@ -91,20 +90,3 @@ def test_a_run_that_continues_without_it_computes_it_by_the_first_weights(
     preferences.launch("half", {**CHANGES, **ZERO_3})
     assert computed(preferences.folder / "half")[-1]
     check_equal(preferences.folder / "half", whole)
-
-
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"training.objective": "sft"}, "data.train.kind"),
-        ({"orpo.beta": 0.2}, "orpo"),
-        ({"dpo.loss": "ipo", "dpo.label_smoothing": 0.1}, "dpo.label_smoothing"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_together(
-    preferences: Project, changes: dict[str, Any], key: str
-) -> None:
-    argv = dmt("check", preferences.recipe, *settings(changes))
-    ended = run(argv, preferences.folder, code=2)
-    assert f"  {key}\n" in ended.err, ended.err

@@ -68,17 +68,3 @@ def test_a_run_that_skips_every_step_stops(project: Project):
     assert not events(run_dir, "restart")
     assert all(math.isfinite(loss) for loss, _ in list(curve(run_dir).values())[: last - 3])
     assert "Traceback" not in ended.err
-
-
-def test_nothing_to_compare_is_said_once(project: Project):
-    changes = {
-        "parallel.engine": "deepspeed",
-        "parallel.zero.stage": 3,
-        "guard.replica_check_every_steps": 1,
-        "training.steps": 3,
-        "checkpoint.export": False,
-    }
-    ended = project.launch("sharded", changes)
-    assert ended.err.count("warning: guard.replica_check_every_steps: the weights are sh") == 1
-    (warning,) = events(project.folder / "sharded", "warning")
-    assert warning["step"] == 1

@@ -60,30 +60,3 @@ def test_an_exception_that_holds_a_secret(project: Project):
     assert {e["exit_code"] for e in events(run_dir, "end")} == {4}
     assert "cannot log in with ***" in (run_dir / "logs" / "rank-0.log").read_text()
     assert_no_canary(run_dir, ended)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"logging.wandb.project": SECRETS["WANDB_API_KEY"]},
-        {"logging.wandb.tags": f"[{SECRETS['DB_PASS']}]"},
-    ],
-    ids=["by its value", "in a list"],
-)
-def test_a_secret_in_the_settings_is_refused(project: Project, change):
-    ended = project.launch("refused", change, env=SECRETS, code=2)
-    assert_refused(ended, project, *change)
-
-
-def test_a_secret_in_the_recipe_is_refused(own_project: Project):
-    with own_project.recipe.open("a") as recipe:
-        recipe.write(f"launch: {{launcher: {SECRETS['WANDB_API_KEY']}}}\n")
-    ended = own_project.launch("refused", env=SECRETS, code=2)
-    assert_refused(ended, own_project, "launch.launcher")
-
-
-def assert_refused(ended: Ended, project: Project, key: str) -> None:
-    assert key in ended.err
-    assert CANARY not in ended.out + ended.err
-    assert "Traceback" not in ended.err
-    assert not (project.folder / "refused").exists()
