@@ -41,10 +41,6 @@ class Start:
     asynchronous: bool
     faults: str = ""
     """DMT_FAILPOINTS."""
-    columns: int = 5
-    """Of the one matrix that is trained, which has 7 rows."""
-    remove: tuple[int, Path] | None = None
-    """A step, and a file that goes before it is saved: makes room on a full disk."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +86,7 @@ def _rank(start: Start) -> int:
 def _train(rank: int, start: Start) -> Told:
     store = CheckpointStore(start.folder / "checkpoints", KEEP)
     saver = Saver(store, asynchronous=start.asynchronous)
-    shard = part_of_the_state(rank, WORLD, start.columns)
+    shard = part_of_the_state(rank)
     found = find_newest(store, expected=False)
     if found is not None:
         SavedState(found.folder).load(shard)
@@ -101,8 +97,6 @@ def _train(rank: int, start: Start) -> Told:
         outcomes.append(saver.finished())
         if step % EVERY_STEPS == 0:
             outcomes.append(saver.finished(wait=True))
-            if start.remove is not None and step == start.remove[0]:
-                start.remove[1].unlink(missing_ok=True)
             saver.save(replace(MANIFEST, step=step), [shard], COMPANIONS)
     outcomes.append(saver.finished(wait=True))
     saver.close()
@@ -124,11 +118,10 @@ def hash_of(shard: StateShard) -> str:
     ).hexdigest()
 
 
-def part_of_the_state(rank: int, world: int, columns: int) -> StateShard:
+def part_of_the_state(rank: int) -> StateShard:
     """A rank's part, which begins and ends in the middle of a row."""
-    whole = whole_block("matrix", (7, columns))
-    numel = 7 * columns
-    bounds = [numel * one // world for one in range(world + 1)]
+    whole = whole_block("matrix", (7, 5))
+    bounds = [7 * 5 * one // WORLD for one in range(WORLD + 1)]
     blocks = cut([whole], bounds[rank], bounds[rank + 1])
     length = bounds[rank + 1] - bounds[rank]
     values: dict[str, Any] = {name: torch.zeros(length) for name in QUANTITIES}

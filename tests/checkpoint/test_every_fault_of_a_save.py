@@ -1,14 +1,11 @@
 """A fault at every phase of a save, on every rank that passes it, synchronous and not."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.saving_ranks import EVERY_STEPS, KEEP, STEPS, Start, run
-from tests.disks import small_file_system
-from toolkit.checkpoint.manifest import Manifest
 
 pytestmark = pytest.mark.slow
 
@@ -37,7 +34,6 @@ PLACES_AND_MODES = [
     for phase, rank in PLACES
     for asynchronous in (True, False)
 ]
-SMALL_DISK_BYTES = 4 << 20
 
 
 @pytest.fixture(autouse=True)
@@ -107,26 +103,3 @@ def test_a_full_disk(
         assert problem.startswith(f"rank {rank}: ") or phase in AFTER_THE_RENAME
     kept = [3, 4] if phase in AFTER_THE_RENAME else [2, 4]
     assert saved_steps(tmp_path) == [save * EVERY_STEPS for save in kept]
-
-
-def test_a_disk_that_is_really_full(small_disk: Path) -> None:
-    """The third save finds no room, the fourth does."""
-    ballast = small_disk / "ballast"
-    one_save = 3 * 4 * 7 * 5000
-    ballast.write_bytes(bytes(SMALL_DISK_BYTES - 5 * one_save // 2 - 64 * 1024))
-    start = Start(small_disk, asynchronous=True, columns=5000, remove=(8, ballast))
-    codes, told = run(start)
-    assert codes == [0, 0]
-    for mine in told:
-        ((step, problem),) = mine.problems
-        assert step == 6 and "No space left on device" in problem
-    assert saved_steps(small_disk) == [4, 8]
-    for step in (4, 8):
-        Manifest.read(small_disk / "checkpoints" / f"step-{step:08d}")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB."""
-    with small_file_system(tmp_path / "disk", SMALL_DISK_BYTES) as folder:
-        yield folder
