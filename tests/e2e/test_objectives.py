@@ -1,6 +1,5 @@
 """An objective of another package, which only its entry point makes known."""
 
-import json
 import math
 from pathlib import Path
 
@@ -14,7 +13,6 @@ ENTRY_POINTS = """
 [dmt.objectives]
 toy = tests.e2e.toy_objective:Toy
 demanding = tests.e2e.toy_objective:Demanding
-asking = tests.e2e.toy_objective:Asking
 unordered = tests.e2e.toy_objective:Unordered
 """
 TOY = {"training.objective": "toy"}
@@ -78,33 +76,6 @@ def test_data_that_lacks_what_it_reads_is_refused(
 ) -> None:
     ended = own_project.launch("no", {"training.objective": "demanding"}, env=installed, code=2)
     assert "Demanding reads loss_weights, rewards, which the training data" in ended.err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
-def test_a_deterministic_run_is_bitwise_repeated(
-    own_project: Project, installed: dict[str, str], engine: str
-) -> None:
-    changes: dict[str, object] = {
-        "training.deterministic": True,
-        "training.objective": "asking",
-        "training.steps": 4,
-        "parallel.engine": engine,
-        "parallel.tensor": 2 if engine == "megatron" else 1,
-    }
-    for name in ("once", "again"):
-        own_project.launch(name, changes, env=installed)
-    once, again = (
-        [
-            (line["loss"], line["grad_norm"], line["deterministic"])
-            for line in records(own_project.folder / name / "metrics.jsonl")
-        ]
-        for name in ("once", "again")
-    )
-    assert once == again
-    assert [fixed for *_, fixed in once] == [1.0] * 4
-    plan = json.loads((own_project.folder / "once" / "plan.json").read_text())
-    assert any(reason.startswith("deterministic: asked for") for reason in plan["reasons"])
 
 
 @pytest.mark.slow

@@ -26,17 +26,6 @@ class Demanding(Toy):
     reads = ("loss_weights", "rewards")
 
 
-class Asking(Toy):
-    """Logs whether torch computes deterministically while a step is computed."""
-
-    metrics = ("deterministic",)
-
-    def loss(self, log_probs: Tensor, batch: MicroBatch) -> LossTerms:
-        fixed = torch.are_deterministic_algorithms_enabled()
-        sequences = self.count(batch)
-        return LossTerms(-log_probs.sum(), {"deterministic": sequences * fixed})
-
-
 class Unordered(Toy):
     """Uses an operator whose result depends on which of several writes comes last."""
 
