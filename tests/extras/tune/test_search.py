@@ -95,7 +95,9 @@ def test_a_killed_search_continues(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         searched(tmp_path, first)
     second = Runner()
-    points = searched(tmp_path, second).records()
+    search = searched(tmp_path, second)
+    points = search.records()
+    assert all(one.params for one in search.study.trials), "TPE learns from each"
     assert [*first.ran] == [0, 1, 2] and not {0, 1} & {*second.ran}
     assert second.ran[2] == first.ran[2]
     assert {one.number for one in points} == {0, 1, *second.ran} and len(points) == 8

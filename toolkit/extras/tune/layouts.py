@@ -141,7 +141,6 @@ class LayoutStudy(Study):
 
     def choose(self, trial: Any) -> dict[str, Any]:
         """The next layout. It is given up when it is slower than the best one by HOPELESS."""
-        del trial
         best, pruners = self.best(), self.optuna.pruners
         self.study.pruner = pruners.NopPruner()
         if best is not None and best.value:
@@ -149,6 +148,8 @@ class LayoutStudy(Study):
             self.study.pruner = pruners.ThresholdPruner(
                 upper=HOPELESS * best.value, n_warmup_steps=first
             )
+        if stated := trial.user_attrs.get("settings"):
+            return dict(stated)
         times = {
             key_of(one.settings): one.value if one.measured else None for one in self.counted()
         }

@@ -122,7 +122,8 @@ class Study(ABC):
 
     @abstractmethod
     def choose(self, trial: Any) -> dict[str, Any]:
-        """The settings of an Optuna trial that starts; prepares the study's pruner for it."""
+        """The settings of an Optuna trial that starts, of one that is retried those that it had
+        (user attribute `settings`). Prepares the study's pruner for it."""
 
     @abstractmethod
     def overrides(self, settings: Mapping[str, Any]) -> list[str]:
@@ -191,7 +192,7 @@ class Study(ABC):
         """Run a trial; its value. TPE learns from a pruned trial that its point is bad, from a
         failed one nothing."""
         former = self.best()
-        settings = trial.user_attrs.get("settings") or self.choose(trial)
+        settings = self.choose(trial)
         trial.set_user_attr("settings", settings)
         record = self._trained(trial, settings)
         if record.ending == "interrupted":
