@@ -448,8 +448,8 @@ MISTAKES = {
         given=("model.config.model_type: mixtral",),
     ),
     "balance without a coefficient": M(
-        "model.balance: {kind: sequence_loss}", "to 0.001", "model.balance.coefficient",
-        given=("model.config.model_type: mixtral",),
+        "model.balance: {kind: sequence_loss}", "add `coefficient:",
+        "model.balance.coefficient", given=("model.config.model_type: mixtral",),
     ),
     "elastic with a launcher of one machine": M(
         "launch.elastic: {min_nodes: 1, max_nodes: 2}",

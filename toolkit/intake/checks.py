@@ -7,6 +7,7 @@ they are only called.
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import Gpu, accelerator
@@ -39,6 +40,10 @@ def broken_rules(recipe: Recipe) -> Iterator[Problem]:
     """Every broken rule. The problems carry full dotted keys, without file and line."""
     for rule in RULES:
         yield from rule(recipe)
+    config = recipe.model.config
+    if config is not None and not check_config(config):
+        for model_rule in MODEL_RULES:
+            yield from model_rule(recipe, config)
 
 
 def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> int:
@@ -57,7 +62,7 @@ def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> i
     return steps
 
 
-ONLY_WITH = {
+ONLY_WITH: dict[str, tuple[str, ...]] = {
     "schedule.decay_steps": ("schedule.name", "wsd"),
     "schedule.decay": ("schedule.name", "wsd"),
     "schedule.plateau": ("schedule.name", "plateau"),
@@ -66,13 +71,21 @@ ONLY_WITH = {
     "dpo.label_smoothing": ("dpo.loss", "sigmoid"),
     "orpo": ("training.objective", "orpo"),
     "model.checkpoint": ("model.init", "checkpoint"),
+    "model.balance.coefficient": ("model.balance.kind", "sequence_loss", "bias"),
+    "model.balance.bias_update": ("model.balance.kind", "bias"),
 }
-"""Settings that mean something with one value of another setting only: that setting, the
-value."""
+"""Settings that mean something with some values of another setting only: that setting, the
+values."""
 NEEDED_WITH = {
     "schedule.decay_steps": ("schedule.name", "wsd", "an integer ≥ 1"),
     "model.hub": ("model.init", "pretrained", "a hub id or folder"),
     "model.checkpoint": ("model.init", "checkpoint", "a checkpoint or a run directory"),
+    "model.balance.coefficient": (
+        "model.balance.kind",
+        "sequence_loss",
+        "above 0, e.g. 0.001",
+    ),
+    "model.balance.bias_update": ("model.balance.kind", "bias", "above 0, e.g. 0.001"),
 }
 """Settings that a value of another setting needs: that setting, the value, what is needed."""
 EITHER = {
@@ -96,16 +109,16 @@ def _shown(value: object) -> str:
 def _together(recipe: Recipe) -> Iterator[Problem]:
     """The three tables above."""
     stated = recipe.model_dump(mode="json")
-    for key, (other, word) in ONLY_WITH.items():
+    for key, (other, *words) in ONLY_WITH.items():
         value, chosen, unset = get(stated, key), get(stated, other), plain_text(_default(key))
-        if value not in (None, _default(key)) and chosen not in (None, word):
-            switch = other.rpartition(".")[2]
+        if value not in (None, _default(key)) and chosen not in (None, *words):
+            switch, word = other.rpartition(".")[2], " or ".join(words)
             found = f"{_shown(value)} with `{switch}: {chosen}`"
             allowed = f"{unset} without `{switch}: {word}`"
             fix = f"remove it ({unset} where it comes from `extends`), or set {other} to {word}"
             yield Problem(key, found, allowed, fix)
     for key, (other, word, allowed) in NEEDED_WITH.items():
-        if get(stated, other) == word and get(stated, key) is None:
+        if get(stated, other) == word and get(stated, key) in (None, _default(key)):
             section, _, name = key.rpartition(".")
             found = f"nothing with `{other.rpartition('.')[2]}: {word}`"
             fix = f"add `{name}: …` under `{section}`, or change {other}"
@@ -206,51 +219,34 @@ def _router_loss(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _balance(recipe: Recipe) -> Iterator[Problem]:
-    """A coefficient and a kind that go together, and experts that can be balanced."""
-    balance, config = recipe.model.balance, recipe.model.config
-    if balance is None:
-        return
-    needed = {"sequence_loss": "coefficient", "bias": "bias_update"}
-    taken = {"none": (), "sequence_loss": ("coefficient",), "bias": tuple(needed.values())}
-    for kind, name in needed.items():
-        value = getattr(balance, name)
-        lacks = value == 0 and balance.kind == kind
-        if not lacks and (value == 0 or name in taken[balance.kind]):
-            continue
-        found = f"{value} with `kind: {balance.kind}`"
-        allowed = f"more than 0 with `kind: {kind}`, 0 with another"
-        fix = f"set model.balance.{name} to 0.001"
-        if balance.kind != kind:
-            fix = f"remove it, or set model.balance.kind to {kind}"
-        yield Problem(f"model.balance.{name}", found, allowed, fix)
-    if balance.kind == "bias" and recipe.adapter is not None:
+    balance = recipe.model.balance
+    if balance is not None and balance.kind == "bias" and recipe.adapter is not None:
         found, allowed = "bias together with adapter", "none or sequence_loss: PEFT has no bias"
         fix = "set model.balance.kind to sequence_loss, or remove adapter"
         yield Problem("model.balance.kind", found, allowed, fix)
-    if config is not None and not check_config(config):
-        yield from balance_problems(balance, config)
 
 
-def _positions(recipe: Recipe) -> Iterator[Problem]:
+def _balanced_experts(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
+    if recipe.model.balance is not None:
+        yield from balance_problems(recipe.model.balance, config)
+
+
+def _positions(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
     """A sequence longer than the positions that the recipe states for the model."""
-    config, length = recipe.model.config, recipe.training.sequence_length
-    if config is None or check_config(config):
-        return
+    length = recipe.training.sequence_length
     if (most := model_rules.exceeded_positions(config, length)) is not None:
         key = "training.sequence_length"
         fix = f"set {key} to {most}, or raise model.config.max_position_embeddings"
         yield Problem(key, str(length), f"at most {most}, the positions of this model", fix)
 
 
-def _dynamic_frequencies(recipe: Recipe) -> Iterator[Problem]:
+def _dynamic_frequencies(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
     """transformers scales these positions by the longest document of a micro batch: the loss
     would depend on which documents share one."""
-    config, length = recipe.model.config, recipe.training.sequence_length
-    if config is None or not recipe.data.isolates or check_config(config):
+    length, whole = recipe.training.sequence_length, read(config).config
+    rope_type, limit = rope_type_of(whole), frequencies_limit(whole)
+    if not recipe.data.isolates:
         return
-    settings = read(config).config
-    rope_type = rope_type_of(settings)
-    limit = frequencies_limit(settings)
     if rope_type in ("dynamic", "longrope") and limit is not None and length > limit:
         allowed = (
             f"at most {limit} with isolated documents and rope_type {rope_type}, whose "
@@ -260,12 +256,10 @@ def _dynamic_frequencies(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("training.sequence_length", str(length), allowed, fix)
 
 
-def _model_in_parallel(recipe: Recipe) -> Iterator[Problem]:
+def _model_in_parallel(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
     """Settings of `parallel` that the model's shape forbids; checked if each is valid."""
-    config, parallel, cluster = recipe.model.config, recipe.parallel, recipe.cluster
-    if config is None or check_config(config) or legality.problems(parallel, cluster):
-        return
-    yield from model_rules.problems(PlanRequest.of(recipe, cluster, config))
+    if not legality.problems(recipe.parallel, recipe.cluster):
+        yield from model_rules.problems(PlanRequest.of(recipe, recipe.cluster, config))
 
 
 def _nvme(recipe: Recipe) -> Iterator[Problem]:
@@ -304,18 +298,30 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _accelerator(recipe: Recipe) -> Iterator[Problem]:
-    """An accelerator that the catalogue lacks."""
+    """An accelerator that the catalogue lacks, or that does not compute in the precision."""
     stated = recipe.cluster.gpu
     try:
-        accelerator(stated)
+        device = accelerator(stated)
     except PlanError as error:
         known = error.message.partition("known: ")[2] or "a name of the hardware catalogue"
         key, name = ("", stated) if isinstance(stated, str) else (".like", stated.like)
         yield Problem(f"cluster.gpu{key}", name, known, error.fix)
-    else:
-        if not isinstance(stated, str) and stated.like.lower() == "cpu":
-            fix = "write gpu: cpu; `dmt doctor --calibrate` measures a processor"
-            yield Problem("cluster.gpu.like", "cpu", "a GPU of the hardware catalogue", fix)
+        return
+    if not isinstance(stated, str) and stated.like.lower() == "cpu":
+        fix = "write gpu: cpu; `dmt doctor --calibrate` measures a processor"
+        yield Problem("cluster.gpu.like", "cpu", "a GPU of the hardware catalogue", fix)
+    precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
+    here = [name for name in engines if _computes(device, name)]
+    if precision not in here:
+        allowed = f"{', '.join(here)}, of this engine on {device.name}"
+        fix = f"set training.precision to {here[-1]}"
+        yield Problem("training.precision", f"{precision} on {device.name}", allowed, fix)
+
+
+def _computes(device: Gpu, precision: str) -> bool:
+    if device.generation == "cpu":  # DeepSpeed has no fp16 there
+        return precision in ("fp32", "bf16")
+    return device.peak_flops(precision) is not None
 
 
 def _moving(recipe: Recipe) -> Iterator[Problem]:
@@ -332,25 +338,6 @@ def _moving(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.balance is not None:
         allowed = "none with model.balance, whose terms are divided by the planned rows"
         yield Problem(key, "auto", allowed, "set it to none")
-
-
-def _precision(recipe: Recipe) -> Iterator[Problem]:
-    try:
-        device = accelerator(recipe.cluster.gpu)
-    except PlanError:
-        return  # reported by `_accelerator`
-    precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
-    here = [name for name in engines if _computes(device, name)]
-    if precision not in here:
-        allowed = f"{', '.join(here)}, of this engine on {device.name}"
-        fix = f"set training.precision to {here[-1]}"
-        yield Problem("training.precision", f"{precision} on {device.name}", allowed, fix)
-
-
-def _computes(device: Gpu, precision: str) -> bool:
-    if device.generation == "cpu":  # DeepSpeed has no fp16 there
-        return precision in ("fp32", "bf16")
-    return device.peak_flops(precision) is not None
 
 
 def _validation_data(recipe: Recipe) -> Iterator[Problem]:
@@ -492,16 +479,12 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     _model_config,
     _router_loss,
     _balance,
-    _positions,
-    _dynamic_frequencies,
     _degrees,
-    _model_in_parallel,
     context.unused,
     _nvme,
     _batch,
     ramp_problems,
     _accelerator,
-    _precision,
     kernels.fp8_settings,
     outer_problems,
     _validation_data,
@@ -514,3 +497,11 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     _containers,
     _elastic,
 )
+
+MODEL_RULES: tuple[Callable[[Recipe, dict[str, Any]], Iterable[Problem]], ...] = (
+    _balanced_experts,
+    _positions,
+    _dynamic_frequencies,
+    _model_in_parallel,
+)
+"""Rules about the model's config, where the recipe has a whole one."""
