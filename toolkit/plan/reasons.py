@@ -97,7 +97,7 @@ def _warnings(found: Search) -> Iterator[str]:
         yield f"WARNING: does not fit: {over(found)}"
     elif capacity is not None and found.room(best) == "tight":
         free = capacity / best.memory_gib - 1
-        roomy = next(iter(found.with_margin(found.ranked)), None)
+        roomy = next(found.with_margin(found.ranked), None)
         other = "no layout leaves a margin"
         if roomy is not None:
             text = layout_text(*roomy.pair, roomy.layout)

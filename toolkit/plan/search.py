@@ -1,14 +1,17 @@
 """The planner's search: every possible layout, which of them fit, and the fastest first.
 
-A layout with recompute is slower than the same layout without, so each micro batch recomputes
-only as much as needed to fit, or to leave a margin: logits before layers.
+A layout with recompute is slower than the same layout without. So each micro batch recomputes
+only as much as needed to fit, or to leave a margin: logits before layers. And its memory is
+looked at only once no other layout is faster than it would be without recompute.
 """
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import chain
+from heapq import heapify, heappop, heappush
+from itertools import chain, count, islice, takewhile, tee
 from typing import Literal, NamedTuple
 
 from toolkit.hardware.cluster import Cluster
@@ -158,24 +161,29 @@ class Search:
     """Every partial layout with it. Where none of these that has a margin of memory is chosen,
     those with more offload, too."""
 
-    @cached_property
-    def ranked(self) -> list[Candidate]:
-        """Layouts that fit, fastest first."""
-        every = (_fitting(one, self.cluster) for one in self.partial)
-        return sorted(chain.from_iterable(every), key=_seconds)
-
     @property
+    def ranked(self) -> Iterator[Candidate]:
+        """Layouts that fit, fastest first; each is evaluated when it is first asked for."""
+        return copy(self._ranked)
+
+    @cached_property
+    def _ranked(self) -> Iterator[Candidate]:
+        return tee(_by_time(self.partial, self.cluster), 1)[0]
+
+    @cached_property
     def fits(self) -> bool:
         """Whether any layout fits."""
-        return bool(self.ranked)
+        return any(
+            self.room(_smallest(one, self.cluster)) != "does not fit" for one in self.partial
+        )
 
     def room(self, one: Candidate) -> Room:
         """See `room`."""
         return room(one, self.cluster)
 
-    def with_margin(self, candidates: Iterable[Candidate]) -> list[Candidate]:
+    def with_margin(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
         """Those that fit with a margin of memory."""
-        return [one for one in candidates if self.room(one) == "fits"]
+        return (one for one in candidates if self.room(one) == "fits")
 
     @cached_property
     def best(self) -> Candidate:
@@ -188,7 +196,7 @@ class Search:
         if not self.fits:
             return self.nearest
         able = _as_fast(self.ranked, WORTH)
-        if self.with_margin(able):
+        if any(self.with_margin(able)):
             able = _as_fast(self.with_margin(self.ranked), WORTH)
         simplest = min(map(self.kind, able))
         same = [one for one in able if self.kind(one) == simplest]
@@ -214,17 +222,19 @@ class Search:
     def strategies(self, most: int) -> list[Candidate]:
         """The best of each engine and set of degrees, best first."""
         found: dict[object, Candidate] = {}
-        for one in (self.best, *self.ranked):
+        for one in chain((self.best,), self.ranked):
             found.setdefault(one.degrees, one)
-        return [*found.values()][:most]
+            if len(found) == most:
+                break
+        return [*found.values()]
 
     def shortlist(self, most: int) -> list[Candidate]:
         """The best strategies, at least one of them with a margin of memory if any has one;
         the nearest layout if nothing fits."""
         found = self.strategies(most)
-        if self.with_margin(found):
+        if any(self.with_margin(found)):
             return found
-        safest = self.with_margin(self.ranked)[:1]
+        safest = [*islice(self.with_margin(self.ranked), 1)]
         return [*found[: max(1, most - 1)], *safest] if safest else found
 
 
@@ -262,10 +272,32 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
     return Search(job, cluster, fallback, partial) if partial else None
 
 
-def _as_fast(by_time: list[Candidate], within: float) -> list[Candidate]:
+def _as_fast(by_time: Iterable[Candidate], within: float) -> list[Candidate]:
     """Those that are slower than the first by at most this share."""
-    limit_s = (1 + within) * _seconds(by_time[0])
-    return [one for one in by_time if _seconds(one) <= limit_s]
+    found = iter(by_time)
+    fastest = next(found)
+    limit_s = (1 + within) * _seconds(fastest)
+    return [fastest, *takewhile(lambda one: _seconds(one) <= limit_s, found)]
+
+
+def _by_time(every: Iterable[PartialLayout], cluster: Cluster) -> Iterator[Candidate]:
+    """Layouts that fit, fastest first."""
+    number = count()  # equally fast ones stay in order
+    waiting: list[tuple[float, int, PartialLayout | Candidate, int]] = []
+    for partial in every:
+        if room(_smallest(partial, cluster), cluster) != "does not fit":
+            for size in partial.micro_batches:
+                layout = partial.split(size, *partial.recomputes[0])
+                least_s = _step_s(partial.workload, layout, cluster)
+                waiting.append((least_s, next(number), partial, size))
+    heapify(waiting)
+    while waiting:
+        _, _, found, size = heappop(waiting)
+        if isinstance(found, Candidate):
+            yield found
+            continue
+        for one in _fitting(found, cluster, size):
+            heappush(waiting, (_seconds(one), next(number), one, size))
 
 
 # The batch splits and recomputes of a partial layout
@@ -276,19 +308,16 @@ def _smallest(partial: PartialLayout, cluster: Cluster) -> Candidate:
     return _measured(partial, cluster, partial.micro_batches[0], partial.recomputes[-1])
 
 
-def _fitting(partial: PartialLayout, cluster: Cluster) -> Iterator[Candidate]:
-    """Of each micro batch the layouts that fit: with the least of the usual recomputes, and
-    those of some layers that are faster or leave a margin."""
-    if room(_smallest(partial, cluster), cluster) == "does not fit":
-        return
-    for size in partial.micro_batches:
-        for way in partial.recomputes:
-            one = _measured(partial, cluster, size, way)
-            if room(one, cluster) != "does not fit":
-                for found in (one, *_recomputing_some(partial, cluster, one)):
-                    step_s = _step_s(partial.workload, found.layout, cluster)
-                    yield found._replace(step_s=step_s)
-                break
+def _fitting(partial: PartialLayout, cluster: Cluster, size: int) -> Iterator[Candidate]:
+    """Layouts with this micro batch that fit: with the least of the usual recomputes, and those
+    of some layers that are faster or leave a margin."""
+    for way in partial.recomputes:
+        one = _measured(partial, cluster, size, way)
+        if room(one, cluster) != "does not fit":
+            for found in (one, *_recomputing_some(partial, cluster, one)):
+                step_s = _step_s(partial.workload, found.layout, cluster)
+                yield found._replace(step_s=step_s)
+            return
 
 
 def _recomputing_some(
