@@ -18,7 +18,7 @@ class Program(NamedTuple):
     install: str
     """How to get it."""
     use: str = ""
-    """What needs it, if not every run that the launcher starts."""
+    """The setting that needs it; empty if every run does."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class TrainingData:
     samples_per_epoch: int
     """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
     end: tuple[str, int] | None
-    """The source that must not be repeated and ends first; the samples of all until then."""
+    """The first source with `at_end: stop` to end; the samples of all sources until then."""
     validation: dict[str, StreamSamples]
     """By title. No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"

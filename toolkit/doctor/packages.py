@@ -32,7 +32,7 @@ class Package:
     name: str
     """Name of the distribution, as `pip install` takes it."""
     module: str
-    """Also the part that is used of it, as in `ray.train`."""
+    """The module that is imported, e.g. `ray.train`."""
     extra: str = ""
     """As in `pip install NAME[EXTRA]`."""
 

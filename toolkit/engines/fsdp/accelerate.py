@@ -99,4 +99,4 @@ def _settings(layout: Layout) -> dict[str, Any]:
 
 
 _IN_FILES = {"cpu_offload": "offload_params"}
-"""Where the name in Accelerate's files is another than `fsdp_` and that of `_settings`."""
+"""Names in Accelerate's files that are not `fsdp_` and the name in `_settings`."""
