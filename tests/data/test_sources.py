@@ -259,6 +259,18 @@ def test_a_folder_is_read_by_datasets(tmp_path: Path) -> None:
         list(open_hf(tmp_path, "moved", split="dev"))
 
 
+def test_no_file_of_a_folder_is_left_out(tmp_path: Path) -> None:
+    """In silence; backups are not read."""
+    (tmp_path / "folder").mkdir()
+    for name in ("train.jsonl", "old.jsonl.bak", "LICENSE.txt", "dataset_infos.json"):
+        write_jsonl(tmp_path / "folder" / name)
+    assert list(open_hf(tmp_path, "folder")) == TEXTS
+    for name in ("more.json", "part-2.jsonl"):
+        write_jsonl(tmp_path / "folder" / name)
+    with pytest.raises(DataError, match=r"belong to no split: more\.json, part-2\.jsonl"):
+        list(open_hf(tmp_path, "folder"))
+
+
 def test_hf_text_file_has_a_document_per_line(tmp_path: Path) -> None:
     (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
     assert list(open_hf(tmp_path, "lines.txt")) == ["one", "", "two"]

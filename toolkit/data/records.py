@@ -34,6 +34,8 @@ _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files: `datasets` calls all of their rows `train`."""
 _SAVED = ("state.json", "dataset_dict.json")
 """One of them is in a folder that `save_to_disk` wrote."""
+_ABOUT = ("config.json", "dataset_info.json", "dataset_infos.json")
+"""Files of a folder that say something of its rows."""
 
 
 @dataclass(frozen=True)
@@ -178,10 +180,14 @@ def _load(source: RowsSource, folder: Path | None) -> Any:
     try:
         if folder is None or not any((folder / name).is_file() for name in _SAVED):
             place = source.path if folder is None else str(folder)
+            if folder is not None and not (folder / "README.md").is_file():
+                _check_all_read(source, folder, datasets.load_dataset_builder(place))
             return datasets.load_dataset(
                 place, source.name, split=source.split, revision=source.revision
             )
         saved = datasets.load_from_disk(str(folder))
+    except DataError:
+        raise
     except Exception as error:  # what its readers raise depends on the file's kind
         raise _cannot_load(source, error) from error
     splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
@@ -192,6 +198,19 @@ def _load(source: RowsSource, folder: Path | None) -> Any:
             fix="name a whole split of it; slices are for files and hub ids",
         )
     return splits[source.split]
+
+
+def _check_all_read(source: RowsSource, folder: Path, builder: Any) -> None:
+    """Raise DataError where files of rows in a folder without a card belong to no split."""
+    splits = (builder.config.data_files or {}).values()
+    read = {Path(name).resolve() for names in splits for name in names}
+    found = [path for path in matching_paths("**/*", folder) if path.name not in _ABOUT]
+    rows = [path for path in found if ending_of(path) not in ("", ".txt")]
+    if left := [path.name for path in rows if path.resolve() not in read]:
+        raise DataError(
+            f"`{shown(source.path)}` has files that belong to no split: {', '.join(left[:5])}",
+            fix="name the files to read by a glob in `path`, or move the others away",
+        )
 
 
 def _rows_of_dataset(source: RowsSource, dataset: Any) -> Iterator[tuple[str, object]]:
