@@ -99,7 +99,7 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     assert [one["ending"] for one in found["trials"]] == ["done", "hung", "failed"]
     assert failed["reason"] == "rank 1 failed with exit code 1"
     assert re.fullmatch(r"(rank 1 hung|all ranks waited) in step 3", hung["reason"])
-    assert done["steps"] == 5 and done["step_time_s"] > 0 and done["tokens_per_s"] > 0
+    assert done["steps"] >= 5 and done["step_time_s"] > 0 and done["tokens_per_s"] > 0
     assert found["best"]["number"] == done["number"]
 
     tuned = tmp_path / "recipe.tuned.yaml"
