@@ -262,8 +262,9 @@ def test_a_folder_is_read_by_datasets(tmp_path: Path) -> None:
 def test_no_file_of_a_folder_is_left_out(tmp_path: Path) -> None:
     """In silence; backups are not read."""
     (tmp_path / "folder").mkdir()
-    for name in ("train.jsonl", "old.jsonl.bak", "LICENSE.txt", "dataset_infos.json"):
+    for name in ("train.jsonl", "old.jsonl.bak", "LICENSE.txt"):
         write_jsonl(tmp_path / "folder" / name)
+    (tmp_path / "folder" / "dataset_infos.json").write_text("{}")
     assert list(open_hf(tmp_path, "folder")) == TEXTS
     for name in ("more.json", "part-2.jsonl"):
         write_jsonl(tmp_path / "folder" / name)
