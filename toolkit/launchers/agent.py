@@ -17,6 +17,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -38,7 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
-from toolkit.launchers.base import LOOPBACK, LaunchSpec, Meeting, Outcome
+from toolkit.launchers.base import LOOPBACK, NODE_ADDRESS, LaunchSpec, Meeting, Outcome
 from toolkit.launchers.outcome import (
     USER_CODES,
     failure_code,
@@ -87,7 +88,7 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outco
     run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
     agent: Agent | None = None
     try:
-        handler = _interruptible(lambda: get_rendezvous_handler(_parameters(meeting)), signals)
+        handler = _interruptible(lambda: _handler(meeting), signals)
         agent = Agent(spec, meeting, handler, signals)
         agent.run()
         handler.shutdown()
@@ -115,6 +116,18 @@ def _without_the_others(run: RunDirectory, offset: int, error: Exception) -> Out
     return Outcome(EXIT_FAILED)
 
 
+def _handler(meeting: Meeting) -> Any:
+    """The meeting as torch sees it. Its host knows itself by its name, or here by its address;
+    of several agents there, the first one is the host."""
+    parameters = _parameters(meeting)
+    if meeting.endpoint.rpartition(":")[0] == os.environ.get(NODE_ADDRESS):
+        with suppress(RendezvousError):
+            parameters.config["is_host"] = True
+            return get_rendezvous_handler(parameters)
+        parameters.config["is_host"] = False
+    return get_rendezvous_handler(parameters)
+
+
 def _parameters(meeting: Meeting) -> RendezvousParameters:
     options: dict[str, Any] = {"join_timeout": JOIN_LIMIT_S, "read_timeout": JOIN_LIMIT_S}
     if meeting.elastic:
@@ -122,6 +135,8 @@ def _parameters(meeting: Meeting) -> RendezvousParameters:
         options |= {"keep_alive_interval": BEAT_S, "keep_alive_max_attempt": BEATS}
     if not meeting.several:
         options |= {"local_addr": LOOPBACK}  # torch would ask for this machine's full name
+    elif NODE_ADDRESS in os.environ:
+        options |= {"local_addr": os.environ[NODE_ADDRESS]}
     limits = meeting.least, meeting.most
     return RendezvousParameters("c10d", meeting.endpoint, meeting.name, *limits, **options)
 

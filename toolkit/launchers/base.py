@@ -35,6 +35,9 @@ RENDEZVOUS_VARIABLES = (
 )
 """Set by an outer launcher, they would connect the workers to another run."""
 
+NODE_ADDRESS = "DMT_NODE_ADDRESS"
+"""Variable with this machine's address for the others, where Ray knows it: names of machines
+may not be known to each other."""
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 10.0
 

@@ -19,7 +19,7 @@ from toolkit.errors import EXIT_FAILED, EXIT_UNAVAILABLE
 from toolkit.extras.launchers.ray import INSTALL
 from toolkit.extras.launchers.ray_job import agents_log
 from toolkit.intake.load import load_recipe
-from toolkit.launchers.base import free_port, settings_here
+from toolkit.launchers.base import NODE_ADDRESS, free_port, settings_here
 from toolkit.launchers.process import die_with_parent
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import MEETING
@@ -148,7 +148,7 @@ def _agent(config: dict[str, Any]) -> int:
     before = sum(event["kind"] == "start" for event in events)
     process = subprocess.Popen(
         [*config["argv"], *set_by_ray],
-        env={**os.environ, **config["env"], MEETING: str(before)},
+        env={**os.environ, **config["env"], MEETING: str(before), NODE_ADDRESS: address},
         cwd=config["folder"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
