@@ -19,7 +19,7 @@ from toolkit.checkpoint.export import export
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, parameter_blocks
 from toolkit.checkpoint.store import CheckpointStore
-from toolkit.data.chat.template import CHATML
+from toolkit.data.tokenizers import CHATML
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
 from toolkit.models.judge import model_types

@@ -1,6 +1,6 @@
 """The generated documentation and the table of foreign names follow the schema."""
 
-from toolkit.intake.foreign import FOREIGN, FOREIGN_VALUES, carried, foreign
+from toolkit.recipe.foreign import FOREIGN, FOREIGN_VALUES, carried, foreign
 from toolkit.recipe.words import settings
 
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from toolkit.data.blend import BlendOrder, JoinedSamples, Stage, exact
 from toolkit.data.chat.report import ChatReport
-from toolkit.data.chat.template import stated_template
 from toolkit.data.chat.tokens import StoredChats, prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.formats.indexed import write_indexed
@@ -29,6 +28,7 @@ from toolkit.data.tokenized import TokenizedData, cached_tokens, prepare
 from toolkit.data.tokenizers import (
     check_vocabulary,
     load_tokenizer,
+    stated_template,
 )
 from toolkit.errors import DataError
 from toolkit.recipe.batch_sizes import BatchSizes

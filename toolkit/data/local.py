@@ -18,7 +18,6 @@ from toolkit.data.chat.conversations import (
     examples_of,
     needs_template,
 )
-from toolkit.data.chat.template import stated_template
 from toolkit.data.columns import check_column
 from toolkit.data.listing import check_beginning, find_files
 from toolkit.data.readers import columns_of, ending_of, read_rows
@@ -29,6 +28,7 @@ from toolkit.data.tokenizers import (
     BYTES_VOCAB_SIZE,
     check_vocabulary,
     count_tokens,
+    stated_template,
 )
 from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem
 from toolkit.launcher import LAUNCHERS

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.files import fingerprint_of
+from toolkit.data.files import fingerprint_of, read_bytes
 from toolkit.errors import DataError
 from toolkit.models.hub import answers, asks_to_run_code, runs_code
 from toolkit.system.untrusted import read_json
@@ -21,6 +21,13 @@ END_OF_TEXT = "<|endoftext|>"
 """End-of-document token of the shipped tokenizer."""
 BYTES_VOCAB_SIZE = 257
 """256 bytes and `END_OF_TEXT`; also the smallest vocabulary of a byte-level BPE."""
+CHATML = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""The shipped chat template: works with every tokenizer, `bytes` included."""
+_SHIPPED = {"chatml": CHATML}
 _NAME_ONE = f"give a folder with a tokenizer.json, a hub id, or `{BYTES}`"
 _OLDER_FILES = ("*.model", "vocab*", "*.tiktoken")
 """What transformers makes a fast tokenizer from where there is no tokenizer.json."""
@@ -44,6 +51,18 @@ def load_tokenizer(
             fix="set `eos_token` in its tokenizer_config.json, or use another tokenizer",
         )
     return tokenizer
+
+
+def stated_template(stated: str, base: Path) -> str:
+    """The chat template that a recipe states: a shipped one, its text, or a file's content.
+
+    Raises DataError when the file cannot be read.
+    """
+    if stated in _SHIPPED:
+        return _SHIPPED[stated]
+    if "{" in stated:
+        return stated
+    return read_bytes(base / Path(stated).expanduser()).decode(errors="replace")
 
 
 def _folder(name: str, base: Path) -> Path | None:

@@ -11,7 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.foreign.tables import ForeignRow, ForeignTool
-from toolkit.intake.foreign import FOREIGN_VALUES, foreign
+from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.section import Section
 from toolkit.recipe.words import settings as recipe_settings

@@ -19,8 +19,8 @@ from pydantic import Field, ValidationError
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.hardware.catalogue import GIGA, Gpu, Link, LinkKind, figures, link
 from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
-from toolkit.intake.explain import explain
 from toolkit.recipe import yaml_text
+from toolkit.recipe.explain import explain
 from toolkit.recipe.schema import GpuChoice, Tflops
 from toolkit.recipe.section import Degree, PositiveFloat, Section
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -22,7 +21,6 @@ from toolkit.data.chat.conversations import (
     PlainText,
     n_shared,
 )
-from toolkit.data.files import read_bytes
 from toolkit.data.rows import MarkedTokens
 from toolkit.data.tokenizers import encoder, encoding, tokens_before_text
 from toolkit.errors import DataError
@@ -31,14 +29,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 Span: TypeAlias = tuple[int, int]
-
-CHATML = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
-"""The shipped template: works with every tokenizer, `bytes` included."""
-_SHIPPED = {"chatml": CHATML}
 
 _NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _NOW_OF_VARIABLE = re.compile(r"strftime_now\s*\(")
@@ -56,18 +46,6 @@ tokens; Llama's own default for programs without a clock."""
 
 class RewrittenHistory(Exception):
     """The template renders an earlier turn differently once other turns follow."""
-
-
-def stated_template(stated: str, base: Path) -> str:
-    """A shipped template, one written in the recipe, or the content of a file.
-
-    Raises DataError when the file cannot be read.
-    """
-    if stated in _SHIPPED:
-        return _SHIPPED[stated]
-    if "{" in stated:
-        return stated
-    return read_bytes(base / Path(stated).expanduser()).decode(errors="replace")
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from toolkit.engines.deepspeed.keys import (
     ZERO,
 )
 from toolkit.errors import Problem, RecipeError
-from toolkit.intake.foreign import later_value
 from toolkit.layout import Layout, Placement, Precision, Stage
 from toolkit.optimizers.base import OPTIMIZERS
+from toolkit.recipe.foreign import later_value
 from toolkit.recipe.schema import OptimizerSection
 from toolkit.text.dotted import get, put
 from toolkit.text.suggest import did_you_mean

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.errors import Problem
-from toolkit.intake.foreign import FOREIGN_VALUES, foreign, later_value
+from toolkit.recipe.foreign import FOREIGN_VALUES, foreign, later_value
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.section import Section
 from toolkit.recipe.words import Setting, members, plain_text, schema_of, settings
