@@ -57,7 +57,6 @@ LAYERS = (
     ("toolkit.engines",),
     ("toolkit.foreign",),
     ("toolkit.run",),
-    ("toolkit.track",),
     ("toolkit.launchers",),
     ("toolkit.train", "toolkit.outer"),
     ("toolkit.accelerate",),

@@ -12,7 +12,7 @@ import pytest
 from tests.disks import make_room, small_file_system
 from toolkit.run import jsonl
 from toolkit.run.events import EventLog
-from toolkit.track.metrics import Metrics, MetricsLog, mfu
+from toolkit.run.metrics import Metrics, MetricsLog, mfu
 
 LINE = Metrics(
     step=1,

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from toolkit.track.metrics import Metrics
-from toolkit.track.progress import ProgressReport
+from toolkit.run.metrics import Metrics
+from toolkit.run.progress import ProgressReport
 
 LINE = Metrics(
     10, 2.34567, 1.25, 3e-4, 1024, 20480.0, 0.5, 0.0, 0.412, 80, 10_240, False, 71.26

@@ -220,7 +220,7 @@ def test_other_ranks_do_not_write_to_the_console(tmp_path, capsys):
 def test_services_are_light():
     code = (
         "import sys, toolkit.launchers, toolkit.run.directory, toolkit.run.events, "
-        "toolkit.track.poster;"
+        "toolkit.run.poster;"
         "print({'torch', 'numpy', 'transformers', 'wandb', 'deepspeed'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

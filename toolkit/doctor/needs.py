@@ -13,7 +13,7 @@ from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.run.assignment import Assignment, decide
-from toolkit.track.trackers import TRACKERS, wanted
+from toolkit.run.trackers import TRACKERS, wanted
 
 EVERY_RECIPE = "every recipe"
 

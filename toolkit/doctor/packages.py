@@ -21,8 +21,8 @@ from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
 from toolkit.launcher import LAUNCHERS
 from toolkit.optimizers.base import OPTIMIZERS
+from toolkit.run.trackers import TRACKERS
 from toolkit.system.install import NAME, plain, source
-from toolkit.track.trackers import TRACKERS
 
 
 @dataclass(frozen=True)

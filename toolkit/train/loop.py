@@ -14,8 +14,8 @@ from toolkit.engines.base import Engine, StepResult
 from toolkit.errors import RunFailed, Stopped
 from toolkit.objectives.base import check_batch
 from toolkit.run.comparison import RunMeasurement, event_fields
+from toolkit.run.metrics import Metrics, mfu
 from toolkit.system.failpoints import failpoint
-from toolkit.track.metrics import Metrics, mfu
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints

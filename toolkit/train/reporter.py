@@ -9,10 +9,10 @@ from toolkit.engines.base import EvalResult, StepResult
 from toolkit.recipe.schema import Recipe
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
+from toolkit.run.metrics import Metrics, MetricsLog
+from toolkit.run.poster import Trackers
+from toolkit.run.progress import ProgressReport
 from toolkit.text.terminal import lost_output
-from toolkit.track.metrics import Metrics, MetricsLog
-from toolkit.track.poster import Trackers
-from toolkit.track.progress import ProgressReport
 from toolkit.train.marks import Mark
 from toolkit.train.progress import Progress
 

@@ -25,9 +25,9 @@ from toolkit.objectives.dpo import REFERENCE
 from toolkit.outer.engine import OuterEngine, ReplicaOrder, place
 from toolkit.run.assignment import elastic_restarts
 from toolkit.run.events import process_age_s
+from toolkit.run.progress import ProgressReport
 from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
-from toolkit.track.progress import ProgressReport
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.companions import companion_files, take_ends

@@ -12,8 +12,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from toolkit.run.metrics import Metrics
 from toolkit.text.terminal import printable, tell
-from toolkit.track.metrics import Metrics
 
 _SHOWN_WAIT = 0.01
 """Share of the step time from which waits are shown."""

@@ -28,13 +28,13 @@ from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
 from toolkit.run.recorded import parse_recipe, read_events
+from toolkit.run.trackers import TRACKERS, Settings, wanted
 from toolkit.system.atomic import write_atomically
 from toolkit.system.install import install
 from toolkit.system.untrusted import read_bytes, read_json
 from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
-from toolkit.track.trackers import TRACKERS, Settings, wanted
 
 logger = logging.getLogger(__name__)
 

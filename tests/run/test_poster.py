@@ -19,14 +19,13 @@ from accelerate import tracking
 
 from tests.processes import HANG_S, wait_until
 from toolkit.recipe.schema import LoggingSection
-from toolkit.run import jsonl
+from toolkit.run import jsonl, poster
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
+from toolkit.run.metrics import Metrics, MetricsLog
+from toolkit.run.poster import Posted, Trackers
+from toolkit.run.trackers import TRACKERS, wanted
 from toolkit.system.install import install
-from toolkit.track import poster
-from toolkit.track.metrics import Metrics, MetricsLog
-from toolkit.track.poster import Posted, Trackers
-from toolkit.track.trackers import TRACKERS, wanted
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -170,8 +169,8 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 from tests.processes import wait_until
-from tests.track.test_poster import Rank0
-from toolkit.track.poster import Posted
+from tests.run.test_poster import Rank0
+from toolkit.run.poster import Posted
 rank = Rank0(Path(sys.argv[1]), sys.argv[2])
 rank.steps(1, 2, 3, 4)
 rank.events.write("evaluation", step=4, loss=0.25, **{"validation/a%b": 0.5})
