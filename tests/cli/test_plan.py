@@ -54,7 +54,7 @@ def test_the_whole_answer(dmt: Dmt) -> None:
     assert names.split()[:4] == ["engine/model", "dp", "tp", "pp"]
     assert chosen.split()[0] == "deepspeed/hf"
     assert re.match(r"  why  the (fastest|simplest) layout that fits", why)
-    assert why.splitlines()[-1].startswith("  approximated  bf16, order of sums")
+    assert why.splitlines()[-1].startswith("  exact but for  bf16, order of sums")
 
 
 @pytest.mark.parametrize("recipe", [LLAMA_8B, LLAMA_70B, LLAMA_405B, TINY])

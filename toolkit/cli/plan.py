@@ -193,7 +193,7 @@ def _lines(planned: Planned, top: int, explain: bool) -> Iterator[str | Text]:
             yield Text(f"  {reason}", "yellow")
     yield _labelled("why", why(found).partition(": ")[2])
     names = [entry.what for entry in entries if entry.kind == "approximated"]
-    yield _labelled("approximated", ", ".join(names) or "nothing")
+    yield _labelled("exact but for", ", ".join(names) or "nothing")
 
 
 def _labelled(label: str, value: str) -> Text:
