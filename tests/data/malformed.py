@@ -179,9 +179,7 @@ ROWS = [
     Case("cut.arrow", raw(b"ARROW1" * 9), "cut.arrow: "),
     Case("pickle.arrow", pickled, "pickle.arrow: "),
     Case("*.mixed.*", two_kinds, "names files of different or unknown kinds"),
-    Case(
-        "code", folder(code__py=raw(b"open('executed', 'w')")), "folder `code` holds no .json"
-    ),
+    Case("code", folder(code__py=raw(b"open('executed', 'w')")), "`code` is a folder"),
 ]
 
 

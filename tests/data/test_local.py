@@ -79,7 +79,7 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     ),
     (("data.train.files=['memory://b/a', ./no.txt]",), "data.train.files", "no file matches"),
     ((hf("missing.jsonl"),), TRAIN_PATH, "no file matches"),
-    ((hf("empty"),), TRAIN_PATH, "empty` holds no .json"),
+    ((hf("empty"),), TRAIN_PATH, "is a folder"),
     ((hf("text.jsonl"), "data.train.split=train_sft"), TRAIN_PATH, "`split: train_sft`"),
     *(
         ((hf(f"body.{kind}", field),), TEXT_FIELD, says)

@@ -224,52 +224,43 @@ def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_hf_saved_to_disk(tmp_path: Path) -> None:
-    """One split or several; the files alone are a source, too."""
+    """One split or several, whole or a slice; the files alone are a source, too."""
     import datasets
 
     rows = datasets.Dataset.from_list(ROWS)
     rows.save_to_disk(tmp_path / "one", num_shards=2)
     more = datasets.Dataset.from_list([{"text": "other"}])
     datasets.DatasetDict({"train": rows, "test": more}).save_to_disk(tmp_path / "two")
+    (tmp_path / "one" / "data-00000-of-00001.arrow").write_bytes(b"of an earlier save")
     assert list(open_hf(tmp_path, "one")) == TEXTS
-    assert list(open_hf(tmp_path, "one/*.arrow")) == TEXTS
+    assert list(open_hf(tmp_path, "one/data-*-of-00002.arrow")) == TEXTS
     assert list(open_hf(tmp_path, "two")) == TEXTS
+    assert list(open_hf(tmp_path, "two", split="train[1:]")) == TEXTS[1:]
     assert list(open_hf(tmp_path, "two", split="test")) == ["other"]
-    for path, split, names in [("one", "test", "train"), ("two", "train[:1]", "train, test")]:
-        with pytest.raises(DataError, match=f"was saved with {names}\n"):
-            list(open_hf(tmp_path, path, split=split))
+    for path, split, says in [
+        ("one", "test", "was saved with train"),
+        ("two", "dev", "was saved with test, train"),
+        ("two", "train+test", "was saved with test, train"),
+    ]:
+        with pytest.raises(DataError, match=says) as raised:
+            open_hf(tmp_path, path, split=split)
+        assert raised.value.fix
+    (tmp_path / "one" / "state.json").write_text('{"_data_files": [{"filename": 3}]}')
+    with pytest.raises(DataError, match=r"cannot read `state\.json`"):
+        open_hf(tmp_path, "one")
 
 
-def test_a_folder_is_read_by_datasets(tmp_path: Path) -> None:
-    """The splits are those of the files' names or of its card; a glob names files."""
+def test_a_folder_is_no_source(tmp_path: Path) -> None:
+    """A glob says which of its files belong to a split."""
     (tmp_path / "folder").mkdir()
-    write_jsonl(tmp_path / "folder" / "train.jsonl")
-    (tmp_path / "folder" / "test.jsonl").write_text('{"text": "t"}\n{"text": "u"}\n')
-    both = open_hf(tmp_path, "folder", split="test[1:]+train[:1]")
-    assert list(both) == ["u", TEXTS[0]]
-    (tmp_path / "folder").rename(tmp_path / "moved")
-    assert (
-        open_hf(tmp_path, "moved", split="test[1:]+train[:1]").fingerprint == both.fingerprint
-    )
-    write_jsonl(tmp_path / "moved" / "more.jsonl")
-    card = "---\nconfigs:\n- {config_name: a, data_files: more.jsonl}\n---\n"
-    (tmp_path / "moved" / "README.md").write_text(card)
-    assert list(open_hf(tmp_path, "moved")) == TEXTS
-    with pytest.raises(DataError, match="cannot load `moved`, split `dev`"):
-        list(open_hf(tmp_path, "moved", split="dev"))
-
-
-def test_no_file_of_a_folder_is_left_out(tmp_path: Path) -> None:
-    """In silence; backups are not read."""
-    (tmp_path / "folder").mkdir()
-    for name in ("train.jsonl", "old.jsonl.bak", "LICENSE.txt"):
-        write_jsonl(tmp_path / "folder" / name)
-    (tmp_path / "folder" / "dataset_infos.json").write_text("{}")
-    assert list(open_hf(tmp_path, "folder")) == TEXTS
-    for name in ("more.json", "part-2.jsonl"):
-        write_jsonl(tmp_path / "folder" / name)
-    with pytest.raises(DataError, match=r"belong to no split: more\.json, part-2\.jsonl"):
-        list(open_hf(tmp_path, "folder"))
+    write_jsonl(tmp_path / "folder" / "train-0.jsonl")
+    with pytest.raises(DataError, match="`folder` is a folder") as raised:
+        open_hf(tmp_path, "folder")
+    assert "`folder/train*.parquet`" in str(raised.value.fix)
+    assert list(open_hf(tmp_path, "folder/train*.jsonl")) == TEXTS
+    write_parquet(tmp_path / "folder" / "train-1.parquet")
+    with pytest.raises(DataError, match="files of different or unknown kinds"):
+        open_hf(tmp_path, "folder/train*")
 
 
 def test_hf_text_file_has_a_document_per_line(tmp_path: Path) -> None:

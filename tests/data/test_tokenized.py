@@ -374,7 +374,7 @@ def test_one_altered_token_of_a_megatron_source_is_noticed(
     before, status = fingerprint(), path.stat()
     with monkeypatch.context() as context:
         context.setattr("toolkit.data.listing._hash_file", pytest.fail)
-        context.setattr("toolkit.data.tokenized.hash_samples", pytest.fail)
+        context.setattr("toolkit.data.listing._hash_samples", pytest.fail)
         assert fingerprint() == before
     time.sleep(0.02)
     with path.open("r+b") as file:

@@ -66,7 +66,7 @@ def find_files(
 
 def _matching(pattern: str, base: Path) -> Sequence[DataFile]:
     """The files of a glob. Raises DataError where there is none."""
-    fix = "correct the path; use `**/*.txt` for the files below a folder"
+    fix = "correct the path; name the files below a folder by a glob, e.g. `FOLDER/**/*.txt`"
     if is_remote(pattern):
         if stored := list_files(pattern):
             return stored
@@ -135,9 +135,9 @@ def check_text(file: DataFile, beginning: bytes) -> None:
 
 
 def content_fingerprint(
-    files: Sequence[DataFile], cache: Path, hash_file: Callable[[Any], str] | None = None
+    files: Sequence[DataFile], cache: Path, *, sampled: bool = False
 ) -> str:
-    """Hash of the files' contents, in order; hex. `hash_file` is that of one file.
+    """Hash of the files' contents, in order; hex. `sampled` hashes of local files samples only.
 
     The result is stored in `cache` under each file's metadata (path, inode, size, times of its
     last modification and last change; of a URL, what its store reports), so that a second run
@@ -147,12 +147,15 @@ def content_fingerprint(
         listing = [_identity(file) for file in files]
     except OSError as error:
         raise unreadable(Path(error.filename), error) from error
-    memo = cache / "fingerprints" / fingerprint_of(listing)
+    memo = (
+        cache / "fingerprints" / fingerprint_of(["samples", *listing] if sampled else listing)
+    )
     try:
         return memo.read_text()
     except OSError:
         pass  # not seen before, or not readable: compute it
-    fingerprint = fingerprint_of([(hash_file or _hash_file)(file) for file in files])
+    hash_file = _hash_samples if sampled else _hash_file
+    fingerprint = fingerprint_of([hash_file(file) for file in files])
     last_change_ns = max((changed for one in listing for changed in one[2:4]), default=0)
     if time.time() - last_change_ns / 1e9 > _UNSETTLED_S:
         write_cached(memo, fingerprint)
@@ -178,7 +181,7 @@ def _hash_file(file: DataFile) -> str:
         raise unreadable(file, error) from error
 
 
-def hash_samples(path: Path) -> str:
+def _hash_samples(path: Any) -> str:
     """Hash of the size of a file and of `_SAMPLES` pieces that are spread evenly over it, which
     are all of it up to 16 MiB; hex."""
     try:

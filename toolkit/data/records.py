@@ -1,7 +1,7 @@
 """The rows of a source, each with its place: which files hold them, and who reads these.
 
 Files named by a path or glob, here or at a URL, are read by `toolkit.data.readers`; rows of hub
-ids and of folders, by `datasets`.
+ids, by `datasets`.
 """
 
 import logging
@@ -15,9 +15,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from toolkit.data.columns import arrow_kinds, check_column
-from toolkit.data.listing import content_fingerprint, find_files, matching_paths
+from toolkit.data.listing import content_fingerprint, find_files
 from toolkit.data.readers import (
-    ENDINGS,
     ROWS_AT_ONCE,
     ending_of,
     read_rows,
@@ -28,14 +27,13 @@ from toolkit.data.remote import DataFile, shown
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import HfSource, RowsSource
+from toolkit.system.untrusted import read_json
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files: `datasets` calls all of their rows `train`."""
-_SAVED = ("state.json", "dataset_dict.json")
-"""One of them is in a folder that `save_to_disk` wrote."""
-_ABOUT = ("config.json", "dataset_info.json", "dataset_infos.json")
-"""Files of a folder that say something of its rows."""
+_STATE = "state.json"
+"""What `save_to_disk` writes next to the files of a split; it names them."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +42,9 @@ class Records:
 
     source: RowsSource
     files: tuple[DataFile, ...]
-    """All that `data_files` names; none for a hub id or a folder."""
+    """All that `data_files` names; none for a hub id."""
     version: str
     """Version of the contents: stays the same when files are only moved."""
-    folder: Path | None = None
-    """One on this machine, whose rows `datasets` reads."""
-
-    @property
-    def is_hub(self) -> bool:
-        return not self.files and self.folder is None
 
     def __iter__(self) -> Iterator[tuple[str, object]]:
         if not self.files:
@@ -80,7 +72,7 @@ class Records:
 
     @cached_property
     def _dataset(self) -> Any:
-        return _load(self.source, self.folder)
+        return _load(self.source)
 
 
 def open_records(source: RowsSource, *, base: Path, cache: Path) -> Records:
@@ -92,13 +84,9 @@ def open_records(source: RowsSource, *, base: Path, cache: Path) -> Records:
     files = data_files(source, base)
     if files is not None:
         return Records(source, tuple(files), content_fingerprint(files, cache))
-    folder = base / Path(source.path).expanduser()
-    if folder.is_dir():
-        inside = sorted(path for path in matching_paths("**/*", folder) if path.is_file())
-        return Records(source, (), content_fingerprint(inside, cache), folder)
     version = source.revision or ""
     if not _COMMIT.fullmatch(version):
-        version = str(_load(source, None)._fingerprint)
+        version = str(_load(source)._fingerprint)
     return Records(source, (), version)
 
 
@@ -111,10 +99,11 @@ def _split_names(source: RowsSource) -> list[str]:
 
 
 def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
-    """Files that `path` names, sorted; None for a hub id and for a folder on this machine.
+    """Files that `path` names, sorted; None for a hub id.
 
     A local path wins over a hub id of the same name, as in `datasets`. Raises DataError where
-    there is no file of rows, and for files of several kinds.
+    there is no file, for a folder that `save_to_disk` did not write, and for files of several
+    kinds.
     """
     path, name = base / Path(source.path).expanduser(), shown(source.path)
     looks_local = (
@@ -132,12 +121,7 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
             fix="remove `revision`; it chooses a version of a hub dataset",
         )
     if path.is_dir():
-        if not any(map(ending_of, matching_paths("**/*", path))):
-            raise DataError(
-                f"the folder `{name}` holds no {', '.join(ENDINGS)} file",
-                fix="name the folder that holds the data files",
-            )
-        return None
+        return [*_saved_files(path, source)]
     files = find_files([source.path], base)
     if not _OF_FILES.match(source.split) or len({*_split_names(source)}) > 1:
         raise DataError(
@@ -152,6 +136,33 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
             fix="name files of one kind: .json or .jsonl, .parquet, .arrow, .txt",
         )
     return files
+
+
+def _saved_files(folder: Path, source: RowsSource) -> list[Path]:
+    """The files of one split of a folder that `save_to_disk` wrote, in their order.
+
+    Raises DataError where it is no such folder, or does not hold the split.
+    """
+    name, split = shown(source.path), " and ".join(sorted({*_split_names(source)}))
+    saved = {one.parent.name: one for one in sorted(folder.glob(f"*/{_STATE}"))}
+    try:
+        if (alone := folder / _STATE).is_file():
+            saved = {read_json(alone).get("_split") or "train": alone}
+        if split in saved:
+            files = read_json(saved[split])["_data_files"]
+            return [saved[split].with_name(one["filename"]) for one in files]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        fix = "save the dataset again, or name its .arrow files by a glob"
+        raise DataError(f"cannot read `{_STATE}` of {folder}: {error!r}", fix=fix) from error
+    if saved:
+        raise DataError(
+            f"`split: {source.split}` is given, but `{name}` was saved with {', '.join(saved)}",
+            fix="name one of its splits, whole or a slice",
+        )
+    raise DataError(
+        f"`{name}` is a folder, but none that `save_to_disk` wrote",
+        fix=f"name the files of a split by a glob, e.g. `{name}/train*.parquet`",
+    )
 
 
 # What `datasets` does
@@ -173,44 +184,16 @@ def _datasets(source: RowsSource) -> Any:
     return datasets
 
 
-def _load(source: RowsSource, folder: Path | None) -> Any:
-    """The rows of the split of a hub id or a folder, memory-mapped. Raises DataError where
-    `datasets` cannot read them."""
+def _load(source: RowsSource) -> Any:
+    """The rows of the split of a hub id, memory-mapped. Raises DataError where `datasets`
+    cannot read them."""
     datasets = _datasets(source)
     try:
-        if folder is None or not any((folder / name).is_file() for name in _SAVED):
-            place = source.path if folder is None else str(folder)
-            if folder is not None and not (folder / "README.md").is_file():
-                _check_all_read(source, folder, datasets.load_dataset_builder(place))
-            return datasets.load_dataset(
-                place, source.name, split=source.split, revision=source.revision
-            )
-        saved = datasets.load_from_disk(str(folder))
-    except DataError:
-        raise
+        return datasets.load_dataset(
+            source.path, source.name, split=source.split, revision=source.revision
+        )
     except Exception as error:  # what its readers raise depends on the file's kind
         raise _cannot_load(source, error) from error
-    splits = saved if isinstance(saved, dict) else {str(saved.split or "train"): saved}
-    if source.split not in splits:
-        raise DataError(
-            f"`split: {source.split}` is given, but `{shown(source.path)}` was saved with "
-            f"{', '.join(map(str, splits)) or 'none'}",
-            fix="name a whole split of it; slices are for files and hub ids",
-        )
-    return splits[source.split]
-
-
-def _check_all_read(source: RowsSource, folder: Path, builder: Any) -> None:
-    """Raise DataError where files of rows in a folder without a card belong to no split."""
-    splits = (builder.config.data_files or {}).values()
-    read = {Path(name).resolve() for names in splits for name in names}
-    found = [path for path in matching_paths("**/*", folder) if path.name not in _ABOUT]
-    rows = [path for path in found if ending_of(path) not in ("", ".txt")]
-    if left := [path.name for path in rows if path.resolve() not in read]:
-        raise DataError(
-            f"`{shown(source.path)}` has files that belong to no split: {', '.join(left[:5])}",
-            fix="name the files to read by a glob in `path`, or move the others away",
-        )
 
 
 def _rows_of_dataset(source: RowsSource, dataset: Any) -> Iterator[tuple[str, object]]:
@@ -231,6 +214,6 @@ def _cannot_load(source: RowsSource, error: Exception) -> DataError:
     reason = str(error.__cause__ or error) or type(error).__name__
     return DataError(
         f"cannot load `{shown(source.path)}`, split `{source.split}`: {reason}",
-        fix="check path or hub id, `name` and `split`; without network, name local files or a "
-        "folder, or download the dataset once while online",
+        fix="check path or hub id, `name` and `split`; without network, name local files, "
+        "or download the dataset once while online",
     )

@@ -45,7 +45,7 @@ def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Do
         files = find_files(source.files, base, source.exclude)
         return Documents(content_fingerprint(files, cache), partial(_texts_of_files, files))
     records = open_records(source, base=base, cache=cache)
-    if records.is_hub:
+    if not records.files:
         parts = ["hub", source.path, source.name, source.split, source.text_field]
         parts.append(records.version)
     else:

@@ -29,7 +29,7 @@ from toolkit.data.formats.indexed import (
     read_indexed,
     token_dtype,
 )
-from toolkit.data.listing import content_fingerprint, hash_samples
+from toolkit.data.listing import content_fingerprint
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote import copied, list_files, shown
 from toolkit.data.sources import open_source
@@ -126,7 +126,7 @@ def _pair_fingerprint(prefix: Path, cache: Path) -> str:
                 [
                     "megatron pair",
                     content_fingerprint([idx_path(prefix)], cache),
-                    content_fingerprint([bin_path(prefix)], cache, hash_samples),
+                    content_fingerprint([bin_path(prefix)], cache, sampled=True),
                 ]
             )
     except OSError as error:

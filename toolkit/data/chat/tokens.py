@@ -133,6 +133,6 @@ def _batches(
 
 def _fingerprint(records: Records) -> str:
     source, parts = records.source, [records.version, records.source.name, records.source.split]
-    if records.is_hub:
+    if not records.files:
         parts = ["hub", source.path, source.name, source.split, records.version]
     return fingerprint_of(parts)
