@@ -166,6 +166,14 @@ def test_weights_that_are_not_whole(
     assert problem.key == "model.hub" and re.search(says, problem.found) and problem.fix
 
 
+def test_a_folder_of_adapters(recipe: Path) -> None:
+    """Random weights would not be what its user wants."""
+    (recipe.parent / "lora").mkdir()
+    (recipe.parent / "lora/adapter_config.json").write_text("{}")
+    (problem, *_) = judge(recipe, ("model.hub=./lora", "model.init=pretrained")).problems
+    assert problem.key == "model.hub" and "merge_and_unload" in problem.fix
+
+
 def test_brackets_in_the_folder_of_a_recipe(recipe: Path) -> None:
     """Its name is no glob."""
     folder = recipe.parent / "exp[1]"

@@ -133,7 +133,7 @@ def test_every_mistake_of_a_file_is_reported_with_its_line(tmp_path: Path) -> No
     path = write(
         tmp_path,
         "nodes: 0\ngpu_per_node: 8\ngpu: h100-80g\n"
-        "network: {kind: myrinet, gigabits_per_s: fast}\n"
+        "network: {kind: myrinet, gigabits_per_s: fast, lanes: 2}\n"
         "nvme_gigabytes_per_s: -1\nnode_link: {gigabytes_per_s: 1, gigabits_per_s: 8}\n",
     )
     with pytest.raises(RecipeError) as raised:
@@ -141,7 +141,7 @@ def test_every_mistake_of_a_file_is_reported_with_its_line(tmp_path: Path) -> No
     found = {problem.key: problem for problem in raised.value.problems}
     assert set(found) == {
         "nodes", "gpu_per_node", "gpu", "network.kind", "network.gigabits_per_s",
-        "nvme_gigabytes_per_s", "node_link",
+        "network.lanes", "nvme_gigabytes_per_s", "node_link",
     }  # fmt: skip
     assert found["gpu_per_node"].fix == "did you mean `gpus_per_node`?"
     assert found["gpu"].line == 3

@@ -154,7 +154,8 @@ class TestSizes:
             ("tasks: 3", "tasks", "3"),
             ("tasks: {lora: {name: a b}}", "name", "a b"),
             ("tasks: {l2: null}", "(file)", "no file"),
-            ("tasks: {lora: {}, no-base: {}}", "", ""),
+            ("tasks: {lora: {extends: x.yml}}", "tasks.lora.extends", "x.yml"),
+            ("tasks: {lora: null, no-base: {}}", "", ""),
             (b"\xff\xfe", "(file)", "bytes that are no UTF-8"),
         ],
     )
@@ -164,13 +165,24 @@ class TestSizes:
         size = write(tmp_path, "own/a-1.yml", text)
         recipe = size.with_name("a-1-lora.yaml")
         if not key:
-            assert load_recipe(recipe).name == "a-1-lora"
-            assert "no-base.yml" in mistakes(size.with_name("a-1-no-base.yaml"))[0].found
+            assert load_recipe(recipe, ["training.seed=3"]).name == "a-1-lora"
+            (problem,) = mistakes(size.with_name("a-1-no-base.yaml"))
+            assert "base/no-base.yml" in problem.found
+            assert (problem.key, problem.file) == ("tasks.no-base", str(size))
             return
-        (problem,) = mistakes(recipe)
+        (problem,) = mistakes(recipe, "training.seed=3")
         assert problem.key == key and found in problem.found
         assert problem.file == str(recipe if "no file" in found else size)
         assert "a-1-l2.yaml" in problem.fix or "no file" not in found
+
+    def test_what_a_task_shares_is_beside_the_sizes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Also where the working directory is the folder of the sizes."""
+        write(tmp_path, "base/sft.yml", "checkpoint: {keep: 7}\n")
+        size = write(tmp_path, "own/a-1.yml", f"{GOOD}tasks: {{sft: {{}}}}\n")
+        monkeypatch.chdir(size.parent)
+        assert load_recipe(Path("a-1-sft.yaml")).checkpoint.keep == 7
 
     def test_tasks_below_a_recipe(self, tmp_path: Path) -> None:
         size = write(tmp_path, "a.yml", f"{GOOD}tasks: {{lora: 1}}\n")
@@ -291,6 +303,18 @@ class TestPaths:
         (tmp_path / "zero2").mkdir()
         monkeypatch.chdir(tmp_path)
         assert str(tmp_path) not in load_recipe(good, [setting]).model_dump_json()
+
+    @pytest.mark.parametrize(
+        "setting", ["data.tokenizer=chatml", "model.hub=chatml", "data.chat_template=bytes"]
+    )
+    def test_words_of_another_setting_are_paths(
+        self, good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        key, _, name = setting.partition("=")
+        (tmp_path / name).mkdir()
+        stated = read_layers(good, [setting]).merged.at(tuple(key.split(".")))
+        assert stated == str(tmp_path / name)
 
     def test_home(self, good: Path) -> None:
         assert load_recipe(good, ["data.cache=~/c"]).data.cache == str(Path.home() / "c")

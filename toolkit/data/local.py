@@ -49,6 +49,7 @@ from toolkit.recipe.schema import (
     Source,
     TextSource,
 )
+from toolkit.removed import SETTINGS
 
 _FILES_OF_A_FOLDER = 8
 _FIRST_ROWS = 10_000
@@ -96,6 +97,8 @@ def _weights_problems(model: ModelSection) -> Iterator[Problem]:
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
         allowed = f"a folder with {SINGLE} or {INDEX}, for `init: pretrained`"
         fix = "use a model with safetensors weights, or set model.init to random"
+        if (folder / "adapter_config.json").is_file():  # PEFT's
+            fix = SETTINGS["adapter.folder"]
         yield Problem("model.hub", f"{folder}, which has neither", allowed, fix)
         return
     try:  # Opening a file compares its size with what its header says.

@@ -88,7 +88,9 @@ def load_cluster(path: Path) -> Cluster:
     root, problems = yaml_text.parse(text, str(path))
     if not isinstance(root.data, dict):
         allowed = f"a map of {', '.join(ClusterFile.model_fields)}"
-        raise RecipeError([Problem(yaml_text.WHOLE_FILE, "no map", allowed, "", str(path))])
+        found = "an empty file" if root.data is None else root.text(())
+        fix = "write `key: value` lines, e.g. as `dmt doctor --calibrate` does"
+        raise RecipeError([Problem(yaml_text.TOP, found, allowed, fix, *root.place(()))])
     try:
         stated = ClusterFile.model_validate(root.data)
     except ValidationError as error:
@@ -103,7 +105,8 @@ def _disagreeing(root: yaml_text.Stated) -> Iterator[Problem]:
     """An accelerator that the catalogue lacks, and speeds that are stated twice."""
     data = root.data
     for key in ("node_link", "network"):
-        if isinstance(data.get(key), dict) and len({*data[key]} - {"kind"}) == 2:
+        speeds = {"gigabytes_per_s", "gigabits_per_s"}
+        if isinstance(data.get(key), dict) and speeds <= data[key].keys():
             found = "both gigabytes_per_s and gigabits_per_s"
             yield Problem(key, found, "one of them", "remove one", *root.place((key,)))
     stated = data.get("gpu")

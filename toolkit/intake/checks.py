@@ -106,26 +106,40 @@ def _shown(value: object) -> str:
     return "settings" if any(isinstance(one, dict) for one in parts) else plain_text(value)
 
 
-def _together(recipe: Recipe) -> Iterator[Problem]:
-    """The three tables above."""
+def _chosen(stated: dict[str, Any], key: str) -> Any:
+    """The value of a setting; None where it is the default."""
+    value = get(stated, key)
+    return None if value == _default(key) else value
+
+
+def _only_with(recipe: Recipe) -> Iterator[Problem]:
     stated = recipe.model_dump(mode="json")
     for key, (other, *words) in ONLY_WITH.items():
-        value, chosen, unset = get(stated, key), get(stated, other), plain_text(_default(key))
-        if value not in (None, _default(key)) and chosen not in (None, *words):
-            switch, word = other.rpartition(".")[2], " or ".join(words)
-            found = f"{_shown(value)} with `{switch}: {chosen}`"
-            allowed = f"{unset} without `{switch}: {word}`"
-            fix = f"remove it ({unset} where it comes from `extends`), or set {other} to {word}"
-            yield Problem(key, found, allowed, fix)
+        value, there = _chosen(stated, key), get(stated, other)
+        if value is None or there in (None, *words):
+            continue
+        switch, unset = other.rpartition(".")[2], plain_text(_default(key))
+        found = f"{_shown(value)} with `{switch}: {there}`"
+        allowed = f"{unset} without " + " or ".join(f"`{switch}: {word}`" for word in words)
+        fix = f"remove it ({unset} where it comes from `extends`), or set {other} to "
+        yield Problem(key, found, allowed, fix + " or ".join(words))
+
+
+def _needed_with(recipe: Recipe) -> Iterator[Problem]:
+    stated = recipe.model_dump(mode="json")
     for key, (other, word, allowed) in NEEDED_WITH.items():
-        if get(stated, other) == word and get(stated, key) in (None, _default(key)):
+        if get(stated, other) == word and _chosen(stated, key) is None:
             section, _, name = key.rpartition(".")
             found = f"nothing with `{other.rpartition('.')[2]}: {word}`"
             fix = f"add `{name}: …` under `{section}`, or change {other}"
             yield Problem(key, found, allowed, fix)
+
+
+def _either(recipe: Recipe) -> Iterator[Problem]:
+    stated = recipe.model_dump(mode="json")
     for key, other in EITHER.items():
-        pair = {one: get(stated, one) for one in (key, other)}
-        if all(value not in (None, _default(one)) for one, value in pair.items()):
+        pair = {one: _chosen(stated, one) for one in (key, other)}
+        if None not in pair.values():
             found = f"{_shown(pair[key])} together with {other}: {_shown(pair[other])}"
             unset = " or ".join(f"`{one}: {plain_text(_default(one))}`" for one in pair)
             fix = f"remove one of {key} and {other} ({unset} where it comes from `extends`)"
@@ -313,13 +327,18 @@ def _accelerator(recipe: Recipe) -> Iterator[Problem]:
     precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
     here = [name for name in engines if _computes(device, name)]
     if precision not in here:
-        allowed = f"{', '.join(here)}, of this engine on {device.name}"
+        reason = f"no engine that fits the recipe trains in {precision}"
+        if not _computes(device, precision):
+            reason = f"it has no {precision} units"
+            if device.generation == "cpu":
+                reason = "DeepSpeed trains in no fp16 there"
+        found = f"{precision} on {device.name}: {reason}"
         fix = f"set training.precision to {here[-1]}"
-        yield Problem("training.precision", f"{precision} on {device.name}", allowed, fix)
+        yield Problem("training.precision", found, ", ".join(here), fix)
 
 
 def _computes(device: Gpu, precision: str) -> bool:
-    if device.generation == "cpu":  # DeepSpeed has no fp16 there
+    if device.generation == "cpu":
         return precision in ("fp32", "bf16")
     return device.peak_flops(precision) is not None
 
@@ -469,7 +488,9 @@ def _degrees(recipe: Recipe) -> Iterable[Problem]:
 
 
 RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
-    _together,
+    _only_with,
+    _needed_with,
+    _either,
     _moving,
     _length_of_run,
     _warmup,

@@ -13,6 +13,7 @@ from typing import Any
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe.places import (
+    RECIPES,
     SHIPPED,
     composed_names,
     composed_of,
@@ -120,20 +121,51 @@ class _Files:
         `chain`: the files that led to this one. `origin` is the place to blame when it cannot
         be read.
         """
-        name = normpath(path)
-        stated = self.composed(path, origin) or self.parsed(path, name, origin)
+        if found := composed_of(path):
+            self.compose(path, *found, chain, origin)
+        else:
+            self.add(path, self.parsed(path, normpath(path), origin), chain, origin)
+
+    def add(self, path: Path, stated: Stated, chain: tuple[Path, ...], origin: Problem) -> None:
+        """Append what was read of a file, then the files that it extends."""
         data, taken = stated.data, {"extends"}
         if path.suffix == ".yml" and "tasks" in data:
             self.problems.extend(self.wrong_tasks(path, stated, is_extended=bool(chain)))
             taken.add("tasks")  # recipes by themselves
         own = {key: value for key, value in data.items() if key not in taken}
+        self.push(path, replace(stated, data=own), origin)
+        if "extends" in data:
+            for parent, place in reversed(self.extended(stated, path, (*chain, path))):
+                self.read(parent, (*chain, path), place)
+
+    def push(self, path: Path, stated: Stated, origin: Problem) -> None:
         if len(self.layers) == MAX_FILES:
             allowed = f"at most {MAX_FILES}"
             raise self.stop(origin, "more files", allowed, "extend fewer files")
-        self.layers.append((name, replace(stated, data=located(own, path.parent))))
-        if "extends" in data:
-            for parent, origin in reversed(self.extended(stated, path, (*chain, path))):
-                self.read(parent, (*chain, path), origin)
+        own = replace(stated, data=located(stated.data, path.parent))
+        self.layers.append((normpath(path), own))
+
+    def compose(
+        self, path: Path, size: Path, task: str, chain: tuple[Path, ...], origin: Problem
+    ) -> None:
+        """Append the recipe SIZE-TASK, which is no file: what the size's file states under
+        `tasks`, then the size and what all recipes of the task share."""
+        whole, inside = self.parsed(size, normpath(size), origin), ("tasks", task)
+        if isinstance(whole.data.get("tasks"), dict | None) and not whole.states(inside):
+            fix = _similar(path)
+            raise self.stop(origin, f"no file {normpath(path)}", "an existing file", fix)
+        own = whole.inside(inside)
+        stated = own.data if isinstance(own.data, dict) else {}
+        data = {"name": path.stem, **stated}
+        data.pop("extends", None)  # reported with the size
+        places = {("name",): own.places[()], **own.places}
+        written = {("name",): path.stem, **own.written}
+        self.push(path, Stated(data, places, written), origin)
+        self.add(size, whole, (*chain, path), origin)
+        base = Path("base") / f"{task}.yml"
+        beside = path.parent / ".." / base
+        place = Problem(dotted(inside), "", "", "", *own.places[()])
+        self.read(beside if exists(beside) else RECIPES / base, (*chain, path), place)
 
     def parsed(self, path: Path, name: str, origin: Problem) -> Stated:
         """What a file states, a map."""
@@ -164,33 +196,15 @@ class _Files:
             fix = "save the file as UTF-8 text" if b"\0" not in data else "is this a recipe?"
             here = Problem(WHOLE_FILE, "", "", file=name, line=line)
             raise self.stop(here, "bytes that are no UTF-8", "UTF-8 text", fix) from None
-        except (OSError, ValueError) as error:
-            reason = error.strerror if isinstance(error, OSError) else str(error)
+        except OSError as error:
+            is_folder = isinstance(error, IsADirectoryError)
+            fix = "name a recipe in it" if is_folder else "check its name, its kind and rights"
+            found = f"{name}: {error.strerror}"
+            raise self.stop(origin, found, "a YAML file that you may read", fix) from None
+        except ValueError as error:
             allowed = f"a YAML file of at most {MAX_BYTES // 1024} KiB"
-            fix = "name a recipe that you may read"
-            raise self.stop(origin, f"{name}: {reason}", allowed, fix) from None
-
-    def composed(self, path: Path, origin: Problem) -> Stated | None:
-        """The recipe SIZE-TASK, which is no file: it extends what all recipes of the task share
-        and the size, and states what the size's file has under `tasks`."""
-        if not (found := composed_of(path)):
-            return None
-        size, task = found
-        whole, inside = self.parsed(size, normpath(size), origin), ("tasks", task)
-        if isinstance(whole.data.get("tasks"), dict | None) and not whole.states(inside):
-            fix = _similar(path)
-            raise self.stop(origin, f"no file {normpath(path)}", "an existing file", fix)
-        own = whole.inside(inside)
-        base = Path("base") / f"{task}.yml"
-        beside = exists(path.parent.parent / base)
-        parents = [str(Path("..") / base) if beside else f"{SHIPPED}{base}", size.name]
-        added: list[KeyPath] = [("name",), ("extends",), ("extends", 0), ("extends", 1)]
-        data = {"name": path.stem, **(own.data if isinstance(own.data, dict) else {})}
-        return Stated(
-            data | {"extends": parents},
-            {**dict.fromkeys(added, own.places[()]), **own.places},
-            {("name",): path.stem, **own.written},
-        )
+            fix = "name a recipe: this file is too large to be one"
+            raise self.stop(origin, f"{name}: {error}", allowed, fix) from None
 
     def wrong_tasks(
         self, path: Path, stated: Stated, *, is_extended: bool
@@ -210,6 +224,9 @@ class _Files:
             if not isinstance(value, dict | None):
                 fix = f"write `{task}: {{…}}`, or remove it"
                 yield _wrong(stated, ("tasks", task), "a map of settings", fix)
+            elif value and "extends" in value:
+                fix = "write what it brings here, or `extends` at the top of the size"
+                yield _wrong(stated, ("tasks", task, "extends"), "settings alone", fix)
 
     def extended(
         self, stated: Stated, path: Path, chain: Sequence[Path]

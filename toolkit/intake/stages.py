@@ -36,7 +36,13 @@ def _weights(recipe: Recipe, key: str, weights: dict[str, float]) -> Iterator[Pr
         return
     titles = {source.title for source in data.sources}
     if weights.keys() != titles:
-        found = f"weights of {', '.join(sorted(weights)) or 'none'}"
+        names = {
+            "nothing for": titles - weights.keys(),
+            "unknown sources": weights.keys() - titles,
+        }
+        found = " and ".join(
+            f"{what} {', '.join(sorted(which))}" for what, which in names.items() if which
+        )
         allowed = f"a weight for each of {', '.join(sorted(titles))}"
         fix = "name every source once (0: none of it); `label` names a source"
         yield Problem(key, found, allowed, fix)

@@ -143,7 +143,8 @@ class SafetensorsWeights:
     def read_block(self, block: Block) -> Tensor:
         """See `WeightSource.read_block`; only the rectangle is read, except of a tensor that is
         stored as a part of another."""
-        parameter, start, shape = place = self._places[block.tensor]
+        place = self._places[block.tensor]
+        parameter, start, shape = place
         pieces, stop = self._pieces[parameter], start + prod(shape)
         piece, low, _ = next(overlaps(pieces, attrgetter("numel"), start, stop))
         stacked = piece.shape != shape and piece.shape[1:] == shape

@@ -28,7 +28,8 @@ default is `null`, `null` is accepted, too.
 - You may name a shipped recipe (`dmt plan llama-3.1-8b-pretrain`) and extend it from anywhere
   (`extends: recipes:llama/llama-3.1-8b-lora`). `dmt recipes` lists them. A task of a size is
   `base/lora.yml`, the size's `llama-3.1-8b.yml` and what that file states under `tasks:`.
-- `--set KEY.PATH=VALUE` overrides a setting on the command line. The value is YAML.
+- `--set KEY.PATH=VALUE` overrides a setting on the command line. The value is YAML; maps are
+  merged.
 - `dmt schema > recipe.schema.json` writes the JSON Schema, by which an editor completes and
   checks your recipe. Its first line is then
   `# yaml-language-server: $schema=recipe.schema.json`.

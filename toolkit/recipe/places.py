@@ -108,6 +108,8 @@ _FILES_OR_IDS = {
     *_ROWS,
 }
 """Settings that may also be a hub id, a preset or a text."""
+_WORDS = {"model.hub": "bytes", "data.tokenizer": "bytes", "data.chat_template": "chatml"}
+"""A value of a setting that never names a file."""
 
 
 def located(value: Any, folder: Path, key: str = "") -> Any:
@@ -134,7 +136,7 @@ def _is_path(key: str, value: str, folder: Path) -> bool:
         return False
     if key in _FILES:
         return not value.startswith("{stdlib}")
-    if key not in _FILES_OR_IDS or value in ("bytes", "chatml"):
+    if key not in _FILES_OR_IDS or value == _WORDS.get(key):
         return False
     if key == "data.chat_template":
         return "{" not in value  # otherwise the template itself

@@ -123,9 +123,10 @@ def members(schema: Schema) -> list[Schema]:
 def allowed(schema: Schema) -> str:
     """The values that a schema accepts, in words: "an integer ≥ 1, or auto"."""
     every = members(schema)
-    tags = [one["properties"]["kind"]["const"] for one in every if _has_kind(one)]
     texts = [_member(one) for one in every if not _has_kind(one)]
-    return ", or ".join([f"a map with `kind` one of {', '.join(tags)}"] * bool(tags) + texts)
+    if tags := [one["properties"]["kind"]["const"] for one in every if _has_kind(one)]:
+        texts.insert(0, f"a map with `kind` one of {', '.join(tags)}")
+    return ", or ".join(texts)
 
 
 def _has_kind(schema: Schema) -> bool:

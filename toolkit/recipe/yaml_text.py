@@ -81,12 +81,14 @@ class Stated:
 
     def place(self, path: KeyPath) -> Location:
         """Where a setting is stated, or else the nearest section around it."""
-        while path and not self.states(path):
+        while not self.states(path):
             path = path[:-1]
         return self.places[path]
 
     def states(self, path: KeyPath) -> bool:
-        """True if there is a key or item at a path."""
+        """True if there is a key or item at a path; the document is always there."""
+        if not path:
+            return True
         around, part = self.at(path[:-1]), path[-1]
         if isinstance(around, list):
             return isinstance(part, int) and part < len(around)
@@ -104,7 +106,7 @@ class Stated:
 
     def text(self, path: KeyPath) -> str:
         """The value at a path as the user wrote it."""
-        if path and not self.states(path):
+        if not self.states(path):
             return "nothing"
         value = self.at(path)
         if isinstance(value, dict | list):

@@ -21,12 +21,13 @@ def read_bytes(path: Path, limit: int = MAX_BYTES, offset: int = 0) -> bytes:
     """A file from byte `offset` on, at most `limit` bytes. Raises OSError or ValueError."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "it is no regular file", str(path))
         file.seek(offset)
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"it has more than {limit} bytes")
+        raise ValueError(f"it has {status.st_size} bytes, more than {limit} bytes")
     return data
 
 
