@@ -5,9 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.reshape_worker import load_all, save_all
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoint.reshape_worker import SAVED_AT, load_all, save_all
 from tests.engines.cases import OFFLOAD_TOLERANCE, TOLERANCE, assert_curves
+from tests.engines.parity_worker import global_batches, loss_of
 from tests.forked import run_ranks
+from toolkit.checkpoint.export import export
+from toolkit.checkpoint.store import folder_name
 
 
 def write_all(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
@@ -33,6 +39,16 @@ def check(folder: Path, unbroken: Any, layouts: Any, pairs: list[tuple[str, str]
                 assert all(result[quantity] == wanted[quantity] for quantity in wanted), (
                     f"{name}: not bitwise the same"
                 )
+
+
+def check_exports(folder: Path, unbroken: Any, layouts: Any) -> None:
+    """transformers alone has the loss of the next step by each checkpoint's export."""
+    *_, (inputs, labels) = global_batches(SAVED_AT + 1)
+    for name in layouts:
+        export(folder / name / folder_name(SAVED_AT), folder / f"{name} exported")
+        model = AutoModelForCausalLM.from_pretrained(folder / f"{name} exported")
+        wanted = pytest.approx(unbroken[name]["loss"][0], rel=TOLERANCE)
+        assert loss_of(model, inputs, labels) == wanted, name
 
 
 def by_ranks(layouts: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:

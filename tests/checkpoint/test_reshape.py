@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.reshaping import around, check, write_all
-from tests.engines.cases import BIAS, GLM, LAYERS, MIXTRAL, megatron
+from tests.checkpoint.reshaping import around, check, check_exports, write_all
+from tests.engines.cases import BIAS, GLM, LAYERS, MIXTRAL, TOLERANCE, megatron
 from tests.engines.lora_worker import adapter
 from tests.engines.pairs import GROUPS
 from tests.engines.parity_worker import Case
@@ -146,6 +146,8 @@ TO_THE_BIT: dict[str, list[Case]] = {
     ),
 }
 """What differs between layouts, but continues in its own one to the bit."""
+WITHOUT: dict[str, dict[str, Any]] = {"fp8": {"kernels": {}}, "dropout": {"family": LAYERS}}
+"""Changes that turn such a feature off."""
 
 
 @pytest.fixture(scope="module")
@@ -166,13 +168,17 @@ def test_between_engines(tmp_path: Path) -> None:
 def test_some_pairs(tmp_path: Path) -> None:
     """`make soak` tries all pairs."""
     unbroken = [(name, name) for name in ("ddp-2", "fsdp3-2", "pp2-vpp2", "tp2-cp2")]
-    check(tmp_path, write_all(tmp_path, SOME), SOME, around(SOME) + unbroken)
+    found = write_all(tmp_path, SOME)
+    check(tmp_path, found, SOME, around(SOME) + unbroken)
+    check_exports(tmp_path, found, SOME)
 
 
 @pytest.mark.slow
 def test_some_pairs_with_experts(tmp_path: Path) -> None:
     unbroken = [(name, name) for name in ("ep2", "tp2-ep2")]
-    check(tmp_path, write_all(tmp_path, MOE), MOE, around(MOE) + unbroken)
+    found = write_all(tmp_path, MOE)
+    check(tmp_path, found, MOE, around(MOE) + unbroken)
+    check_exports(tmp_path, found, MOE)
 
 
 def named(feature: str, cases: list[Case]) -> dict[str, tuple[int, Case]]:
@@ -184,7 +190,10 @@ def named(feature: str, cases: list[Case]) -> dict[str, tuple[int, Case]]:
 def test_some_pairs_of_features(tmp_path: Path, feature: str) -> None:
     layouts = named(feature, FEATURES[feature])
     unbroken = [(name, name) for name in layouts]
-    check(tmp_path, write_all(tmp_path, layouts), layouts, around(layouts) + unbroken)
+    found = write_all(tmp_path, layouts)
+    check(tmp_path, found, layouts, around(layouts) + unbroken)
+    if "adapters" not in feature:  # test_lora.py exports those
+        check_exports(tmp_path, found, layouts)
 
 
 @pytest.mark.slow
@@ -192,7 +201,15 @@ def test_some_pairs_of_features(tmp_path: Path, feature: str) -> None:
 def test_in_the_same_layout(tmp_path: Path, feature: str) -> None:
     layouts = named(feature, TO_THE_BIT[feature])
     unbroken = [(name, name) for name in layouts]
-    check(tmp_path, write_all(tmp_path, layouts), layouts, unbroken)
+    found = write_all(tmp_path, layouts)
+    check(tmp_path, found, layouts, unbroken)
+    if feature not in WITHOUT:
+        return
+    plain = named(feature, each(TO_THE_BIT[feature], **WITHOUT[feature]))
+    for name, curves in write_all(tmp_path / "plain", plain).items():
+        assert found[name]["loss"] != pytest.approx(curves["loss"], rel=10 * TOLERANCE), name
+        if feature == "fp8":
+            assert found[name]["loss"] == pytest.approx(curves["loss"], rel=0.02), name
 
 
 @pytest.mark.soak
