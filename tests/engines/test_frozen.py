@@ -1,6 +1,7 @@
 """What does not train has no gradient, gradient buffer or optimizer state on any engine.
 
-That its run is the one of plain transformers with `requires_grad_(False)` is in test_pairs.py.
+In fp32, the run is that of plain transformers with `requires_grad_(False)`; test_pairs.py has
+it in 16 bits and with other features.
 """
 
 import re
@@ -15,14 +16,17 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engines.cases import LAYERS, megatron
+from tests.engines.cases import LAYERS, OFFLOAD_TOLERANCE, TOLERANCE, assert_curves, megatron
 from tests.engines.parity_worker import (
     SEED,
+    STEPS,
     Case,
+    curves,
     each_case,
     first_batch,
     new_engine,
     plain_model,
+    reference,
     steps,
     write_state,
 )
@@ -30,6 +34,7 @@ from tests.forked import call_ranks
 from toolkit.checkpoint.export import DTYPES
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_quantity
+from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import verify
 from toolkit.engines.distributed import Ranks
 
@@ -71,10 +76,10 @@ OFFLOADED = [
 ]
 
 
-def look(folder: str, case: Case, ranks: Ranks) -> dict[str, int]:
-    """Train a step; what is held for the parameters of this rank."""
+def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
+    """Train; loss and norm of each step, and what is held for the parameters of this rank."""
     engine, layout = new_engine(case, ranks, SEED)
-    steps(engine, layout, ranks, 0, 1)
+    results = steps(engine, layout, ranks, 0, STEPS)
     parameters = list(parameters_of(engine))
     trained = sum(numel_of(p) for p in parameters if p.requires_grad)
     moments = sum(
@@ -82,8 +87,9 @@ def look(folder: str, case: Case, ranks: Ranks) -> dict[str, int]:
         for adam in adams_of(engine)
         for state in adam.state.values()
     )
-    write_state(case, ranks, engine, 1, Path(folder) / case.name)
+    write_state(case, ranks, engine, STEPS, Path(folder) / case.name)
     result = {
+        **curves(results),
         "gradients": sum(p.grad is not None for p in parameters if not p.requires_grad),
         "trained": trained,
         "frozen": sum(numel_of(p) for p in parameters) - trained,
@@ -134,17 +140,25 @@ def buffers_of(engine: Any) -> Iterator[Any]:
         yield from (*replica.buffers, *replica.expert_parallel_buffers)
 
 
-def check(cases: list[Case], folder: Path) -> None:
+def curves_of(case: Case) -> dict[str, list[float]]:
+    """By transformers and torch alone."""
+    still = re.compile(FROZEN[case.freeze])
+    return reference(family=case.family, frozen=lambda name: still.match(name) is not None)
+
+
+def check(cases: list[Case], folder: Path, tolerance: float = TOLERANCE) -> None:
     found = call_ranks(each_case, 2, partial(look, str(folder)), cases)
     for case in cases:
         print(case.name)
         ranks = [results[case.name] for results in found]
+        if case.precision == "fp32":
+            assert_curves(ranks[0], curves_of(case), tolerance=tolerance, name=case.name)
         for rank in ranks:
             assert rank["gradients"] == 0
             assert abs(rank["moments"] - rank["trained"]) < PADDING
             assert rank["buffers"] in (0, pytest.approx(rank["trained"], abs=PADDING))
         assert sum(rank["frozen"] for rank in ranks) > 2 * PADDING
-        check_saved(case, folder / case.name / "step-00000001")
+        check_saved(case, folder / case.name / folder_name(STEPS))
 
 
 def check_saved(case: Case, checkpoint: Path) -> None:
@@ -168,4 +182,4 @@ def test_engines(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_adam")
 def test_offload(tmp_path: Path) -> None:
-    check(OFFLOADED, tmp_path)
+    check(OFFLOADED, tmp_path, OFFLOAD_TOLERANCE)

@@ -2,6 +2,7 @@
 written by hand. Every layout has groups in test_pairs.py.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.cases import LAYERS, assert_curves, megatron, run
+from tests.engines.cases import LAYERS, TOLERANCE, assert_curves, megatron, run
 from tests.engines.lora_worker import adapter, look
 from tests.engines.lora_worker import reference as lora_reference
 from tests.engines.pairs import GROUPS
@@ -38,11 +39,13 @@ def by_hand(name: str) -> tuple[float, float]:
     return (2.0, 1.0) if "norm" in name else (1.0, 1.0)
 
 
-def plain(family: dict[str, Any]) -> dict[str, list[float]]:
+def plain(
+    family: dict[str, Any], multipliers: Callable[[str], tuple[float, float]] = by_hand
+) -> dict[str, list[float]]:
     model, _ = reference_model(Case("ddp", 8, family=family))
     groups = []
     for name, parameter in model.named_parameters():
-        lr_mult, wd_mult = by_hand(name)
+        lr_mult, wd_mult = multipliers(name)
         decay = 0.1 * wd_mult if parameter.ndim > 1 else 0.0
         groups.append({"params": [parameter], "lr": RATE * lr_mult, "weight_decay": decay})
     return plain_loop(model, torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8), STEPS)
@@ -54,9 +57,15 @@ def test_engines() -> None:
         replace(
             case, family=LAYERS, groups=GROUPS, steps=STEPS, optimizer={"learning_rate": RATE}
         )
-        for case in (Case("fsdp", 2, stage=3), megatron(pipeline=2, stage=1))
+        for case in (
+            Case("fsdp", 2, stage=3),
+            Case("deepspeed", 2, 2),
+            megatron(pipeline=2, stage=1),
+        )
     ]
     expected = plain(LAYERS)
+    ungrouped = plain(LAYERS, lambda _: (1.0, 1.0))
+    assert expected["loss"] != pytest.approx(ungrouped["loss"], rel=10 * TOLERANCE)
     for name, result in run(cases, 2).items():
         assert_curves(result, expected, name=name)
 
