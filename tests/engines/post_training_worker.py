@@ -72,18 +72,21 @@ def pairs(steps: int) -> list[list[Pair]]:
     return [[pair() for _ in range(SAMPLES)] for _ in range(steps)]
 
 
-def packed_samples(folder: Path) -> StreamSamples:
-    """Rows of one to four short prompts and answers, of bytes, that DMT packs."""
+def conversations(folder: Path, packed: bool) -> StreamSamples:
+    """Rows of a short prompt and answer, of bytes, or of one to four that DMT packs."""
     generator = torch.Generator().manual_seed(13)
     lengths = torch.randint(1, 6, (4 * STEPS * SAMPLES, 2), generator=generator).tolist()
     chats = [{"prompt": "a" * n, "completion": "bcdef"[:m]} for n, m in lengths]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    section = {"train": {"kind": "chat", "path": "chats.jsonl"}, "packing": "greedy"}
+    section = {
+        "train": {"kind": "chat", "path": "chats.jsonl"},
+        "packing": "greedy" if packed else "none",
+    }
     return built(folder, section, parity.LENGTH).sources[0].train
 
 
 def unpacked(samples: StreamSamples) -> list[list[Conversation]]:
-    """The conversations of each global batch of packed rows; untrained ones make them equally
+    """The conversations of each global batch; untrained ones make them equally
     many, as TRL wants it."""
     batches = [
         [
@@ -158,9 +161,9 @@ Step: TypeAlias = tuple[MicroBatch, list[MicroBatch]]
 """A global batch, and this rank's micro batches of it."""
 
 
-def packed_steps(layout: Layout, rank: int) -> Iterator[Step]:
+def steps_of_conversations(packed: bool, layout: Layout, rank: int) -> Iterator[Step]:
     with TemporaryDirectory() as folder:
-        samples, used = packed_samples(Path(folder)), np.arange(STEPS * SAMPLES)
+        samples, used = conversations(Path(folder), packed), np.arange(STEPS * SAMPLES)
         whole = batches_of(samples, used, SAMPLES, 0, [SAMPLES])
         share = layout.data_rank(rank), layout.micro_batches
         mine = batches_of(samples, used, SAMPLES, *share)
@@ -186,22 +189,25 @@ def steps_of_pairs(
 def train(
     case: parity.Case, objective: Objective, ranks: Ranks, found: Sequence[Sequence[float]]
 ) -> dict[str, Any]:
-    """Train one case; what is logged of each step."""
+    """Train one case; what is logged of each step, and log p of this rank's first rows."""
     wanted = recipe(case, objective, ranks.world)
     weights = hf.weight_source(wanted.model, hf.build_config(wanted.model), parity.SEED)
     engine, layout = parity.build(wanted, ranks, weights)
     steps = (
-        packed_steps(layout, ranks.rank)
-        if objective.packed
+        steps_of_conversations(objective.packed, layout, ranks.rank)
+        if objective.name == "sft"
         else steps_of_pairs(found, layout, ranks.rank)
     )
-    results = []
+    results, before = [], None
     for whole, batches in steps:
+        if before is None and objective.name != "sft":
+            before = engine.sequence_log_probs(batches).tolist()
         count = float(wanted.objective().count(whole))
         results.append(engine.train_step(batches, count, 1e-3))
     engine.close()
     return {
         **parity.curves(results),
+        "before": before,
         **{name: [r.metrics[name] for r in results] for name in results[0].metrics},
     }
 
