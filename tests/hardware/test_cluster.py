@@ -154,8 +154,9 @@ def test_every_mistake_of_a_file_is_reported_with_its_line(tmp_path: Path) -> No
     "text", ["", "- 1\n", "nodes: [1]\n", "gpu: {name: x}\n", "gpu: null\n"]
 )
 def test_a_file_of_another_shape_is_an_error(tmp_path: Path, text: str) -> None:
-    with pytest.raises(RecipeError):
+    with pytest.raises(RecipeError) as raised:
         load_cluster(write(tmp_path, text))
+    assert all(problem.line and problem.fix for problem in raised.value.problems)
 
 
 def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -334,7 +334,7 @@ class TestFiles:
             (b"\xff\xfe\x00\x01", "no UTF-8"),
             (b"name: a\nmodel: \xe9\n", "no UTF-8"),
             (b"\x7fELF\x00\x00\x00\x80", "no UTF-8"),
-            ("x: 1\n" * 100_000, "more than 262144 bytes"),
+            ("x: 1\n" * 100_000, "has 500000 bytes, more than 262144 bytes"),
             ("a: " + "[" * 1000, "deeper nesting"),
             ("a: [" + "1," * 30_000 + "]", "more values"),
             ("a: &a [x, x]\n" + "\n".join(
@@ -359,7 +359,7 @@ class TestFiles:
         (missing,) = mistakes(tmp_path / "good.yml")
         assert "no file" in missing.found
         (folder,) = mistakes(tmp_path)
-        assert "Is a directory" in folder.found
+        assert "Is a directory" in folder.found and folder.fix == "name a recipe in it"
         os.mkfifo(tmp_path / "pipe")  # reading it would wait indefinitely
         for special in (Path("/dev/zero"), tmp_path / "pipe"):
             (device,) = mistakes(special)

@@ -123,7 +123,7 @@ MISTAKES = {
     "underscores": M("training.steps: 1_000", "write 1000"),
     "thousands comma": M('training.steps: "1,000"', "write 1000"),
     "suffix": M("training.steps: 8k", "write 8000"),
-    "text for an int": M("training.steps: many", "write an integer"),
+    "text for an int": M("training.steps: many", "write an integer ≥ 1"),
     "zero steps": M("training.steps: 0", "write 1 or more"),
     "negative": M("training.seed: -1", "write 0 or more"),
     "too large": M("training.seed: 99999999999999999999", "or less"),
@@ -229,7 +229,9 @@ MISTAKES = {
         "logging.wandb: {project: team/dmt}", "write 1 to 128 characters, without",
         "logging.wandb.project",
     ),
-    "W&B entity": M('logging.wandb: {entity: "a\\u0085b"}', "or null", "logging.wandb.entity"),
+    "W&B entity": M(
+        'logging.wandb: {entity: "a\\u0085b"}', "write 1 to", "logging.wandb.entity",
+    ),
     "W&B tag": M(
         "logging.wandb: {tags: [ok, " + "x" * 65 + "]}",
         "write 1 to 64 characters", "logging.wandb.tags[1]",

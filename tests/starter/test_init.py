@@ -381,6 +381,7 @@ def test_data_of_another_task(tmp_path: Path, dmt: Dmt) -> None:
         (["llama-3.1-8", "--cluster", "8xh100-80gb"], "did you mean `llama-3.1-8b`?"),
         (["no/such-model", "--cluster", "8xh100-80gb"], "not on the hub or in its cache"),
         (["no/such-model", "--cluster", "8xh100-80gb"], "take one of `dmt recipes`"),
+        (["./no-folder", "--cluster", "8xh100-80gb"], "there is no folder ./no-folder"),
         (
             ["gemma-3-4b", "--cluster", "8xh100-80gb", "--task", "lora"],
             "name a folder with them: dmt init FOLDER --task lora",

@@ -139,6 +139,7 @@ class _Files:
                 self.read(parent, (*chain, path), place)
 
     def push(self, path: Path, stated: Stated, origin: Problem) -> None:
+        """Append what a file states itself."""
         if len(self.layers) == MAX_FILES:
             allowed = f"at most {MAX_FILES}"
             raise self.stop(origin, "more files", allowed, "extend fewer files")

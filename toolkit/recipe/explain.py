@@ -128,7 +128,8 @@ class _Explanation:
         found = self.stated.text(path)
         if isinstance(value, list) and error in ("too_short", "too_long"):
             found = f"a list of {len(value)}"
-        fix = _fix(path, setting, self.stated) or f"write {setting.allowed}"
+        usual = setting.allowed.removesuffix(", or null")  # who states a value wants one
+        fix = _fix(path, setting, self.stated) or f"write {usual}"
         return self.problem(path, found, setting.allowed, fix)
 
     def wrong_kind(self, path: KeyPath) -> Problem:

@@ -117,6 +117,8 @@ def shipped_sizes() -> dict[str, dict[str, Path]]:
 def _own(model: str, task: Task) -> Recipe:
     """Usual numbers for a model known only by its config."""
     folder = Path(model)
+    if model.startswith((".", "/", "~")) and not folder.is_dir():
+        raise PlanError(f"MODEL: there is no folder {model}", fix="check its name")
     source = str(folder.absolute()) if folder.is_dir() else model
     # Keys of every config say nothing about the model's function.
     noise = load("toolkit.models.judge:base_keys")()
