@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -55,7 +55,9 @@ class Posted:
     run_id: str
     """The run's id at the tracker, the same in every start; empty where it chooses one."""
     posted_step: int = 0
-    """The last step that was posted: neither that one nor an earlier one is posted again."""
+    """The last step of which a number was posted."""
+    names: Mapping[str, int] = field(default_factory=dict)
+    """The last posted step of every name: none is posted twice."""
 
     @classmethod
     def load(cls, path: Path) -> "Posted | None":
@@ -65,6 +67,15 @@ class Posted:
         except (OSError, ValueError):
             return None
         return state if state.posted_step >= 0 else None  # -1: of a release before this file
+
+    def takes(self, step: int, name: str) -> bool:
+        """Whether a number is new, and of no earlier step than the last."""
+        return step >= self.posted_step and step > self.names.get(name, -1)
+
+    def with_row(self, step: int, row: Mapping[str, float]) -> "Posted":
+        """The state when a row was posted."""
+        names = {**self.names, **dict.fromkeys(row, step)}
+        return replace(self, posted_step=step, names=names)
 
     def save(self, path: Path) -> None:
         write_atomically(path, json.dumps(asdict(self)) + "\n")
@@ -81,6 +92,8 @@ class TrackerRun:
     """Flush what it holds. Takes the run's exit code."""
     stores_at_once: bool = False
     """Whether a row is stored when `log` returns; otherwise it is within `_POLL_S`."""
+    adds_to_rows: bool = True
+    """Whether it takes more numbers of a step later, also in another start."""
 
 
 class Trackers:
@@ -173,14 +186,17 @@ class TrackerThread:
             posted.save(file)  # if this start is killed, the next one continues the same run
         start = _STARTS[self._name]
         tracker = start(self._run, self._run_name, self._settings, posted.run_id)
-        posted = Posted(tracker.run_id, posted.posted_step)
-        rows, last = _Rows(self._run, posted.posted_step), False
+        posted = replace(posted, run_id=tracker.run_id)
+        posted.save(file)
+        rows, last = _Rows(self._run), False
         while not last:
             last = self.ended.wait(_POLL_S)
             posted.save(file)  # of the last poll
-            for step, row in rows.complete(run_ended=last):
+            # Another start may add a validation to the newest step of one that did not finish.
+            done = last and _exit_code(self._run.events) == EXIT_DONE
+            for step, row in rows.new(posted, newest=done or tracker.adds_to_rows):
                 tracker.log(row, step)
-                posted = Posted(tracker.run_id, step)
+                posted = posted.with_row(step, row)
                 if tracker.stores_at_once:
                     posted.save(file)
         tracker.finish(_exit_code(self._run.events))
@@ -190,26 +206,26 @@ class TrackerThread:
 class _Rows:
     """The numbers of the two files by step, in the order of steps."""
 
-    def __init__(self, run: RunDirectory, posted_step: int) -> None:
-        self._run, self._posted_step = run, posted_step
+    def __init__(self, run: RunDirectory) -> None:
+        self._run = run
         self._offsets: dict[Path, int] = {}
         self._rows: dict[int, dict[str, float]] = {}
         self._newest = 0
         """The last step in `metrics.jsonl`."""
 
-    def complete(self, *, run_ended: bool) -> Iterator[tuple[int, dict[str, float]]]:
-        """The rows of the steps to which nothing will be added.
+    def new(self, posted: Posted, *, newest: bool) -> Iterator[tuple[int, dict[str, float]]]:
+        """The rows that were appended since the last call and are not posted; those of the
+        newest step, to which more may be added, only if `newest`.
 
         An event of a step is written before the next step's metrics. So metrics are read first,
         and every event of earlier steps is there when the events are read.
         """
         for line in self._new_lines(self._run.metrics):
-            self._newest = max(self._newest, self._add(line))
+            self._newest = max(self._newest, self._add(line, posted))
         for line in self._new_lines(self._run.events):
-            self._add(line)
+            self._add(line, posted)
         for step in sorted(self._rows):
-            if step < self._newest or run_ended:
-                self._posted_step = step
+            if step < self._newest or newest:
                 yield step, self._rows.pop(step)
 
     def _new_lines(self, path: Path) -> Sequence[dict[str, Any]]:
@@ -222,13 +238,14 @@ class _Rows:
         self._offsets[path] = offset + complete
         return [*jsonl.parse(data[:complete])]
 
-    def _add(self, line: Mapping[str, Any]) -> int:
-        """Add the numbers of a line whose step is not posted; returns its step, or 0."""
+    def _add(self, line: Mapping[str, Any], posted: Posted) -> int:
+        """Add the numbers of a line that are not posted; returns its step, or 0."""
         step = line.get("step")
         if not isinstance(step, int):
             return 0
-        if step > self._posted_step and (numbers := _numbers(line)):
-            self._rows.setdefault(step, {}).update(numbers)
+        for name, value in _numbers(line).items():
+            if posted.takes(step, name):
+                self._rows.setdefault(step, {})[name] = value
         return step
 
 
@@ -310,6 +327,8 @@ def _mlflow(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -
         tags={"mlflow.user": "", "mlflow.source.name": "dmt"},
     )
     if not run_id:
+        # If this start is killed, the next one continues the same run.
+        Posted(tracker.tracker.info.run_id).save(run.tracker_state("mlflow"))
         parameters = {_allowed(key): value for key, value in leaves(_config(run))}
         tracker.store_init_configuration(
             {key: str(value)[:_LONGEST_PARAMETER] for key, value in parameters.items()}
@@ -367,8 +386,12 @@ def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) ->
         ),
     )
 
+    tracker.tracker.define_metric("step")
+    tracker.tracker.define_metric("*", step_metric="step")
+
     def log(row: Mapping[str, float], step: int) -> None:
-        tracker.log(dict(row), step=step, commit=True)  # else it is held until the next one
+        row = {**row, "step": step}
+        tracker.log(row, step=step, commit=True)  # else it is held until the next one
 
     def finish(exit_code: int) -> None:
         if exit_code == EXIT_RESUMABLE:
@@ -376,7 +399,7 @@ def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) ->
         tracker.tracker.finish(exit_code=exit_code)
         wandb.teardown(exit_code=exit_code)
 
-    return TrackerRun(run_id, log, finish)
+    return TrackerRun(run_id, log, finish, adds_to_rows=False)
 
 
 _STARTS: Mapping[str, Callable[[RunDirectory, str, Settings, str], TrackerRun]] = {
