@@ -16,7 +16,7 @@ import pytest
 from tests.launchers.watching import WarmProcess, alive
 from tests.processes import wait_until
 from toolkit.launchers import agent
-from toolkit.launchers.base import Job, Meeting
+from toolkit.launchers.base import PORTS, Job, Meeting
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.outcome import failure_reason, newest_step
 from toolkit.launchers.process import StopSignals
@@ -104,6 +104,7 @@ def test_a_crash_without_progress_is_tried_again_so_often(tmp_path):
     assert code == 4
     # The first start saved step 3: its failure has not used up anything.
     assert len(ports(tmp_path)) == len(set(ports(tmp_path))) == 3
+    assert all(int(port) in PORTS for port in ports(tmp_path)), "none that a client may take"
     assert [(event["kind"], event["attempt"]) for event in events] == [
         ("restart", 1),
         ("restart", 2),

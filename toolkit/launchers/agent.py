@@ -17,7 +17,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -39,7 +38,14 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
-from toolkit.launchers.base import LOOPBACK, NODE_ADDRESS, LaunchSpec, Meeting, Outcome
+from toolkit.launchers.base import (
+    LOOPBACK,
+    NODE_ADDRESS,
+    LaunchSpec,
+    Meeting,
+    Outcome,
+    free_port,
+)
 from toolkit.launchers.outcome import (
     USER_CODES,
     failure_code,
@@ -120,12 +126,14 @@ def _handler(meeting: Meeting) -> Any:
     """The meeting as torch sees it. Its host knows itself by its name, or here by its address;
     of several agents there, the first one is the host."""
     parameters = _parameters(meeting)
-    if meeting.endpoint.rpartition(":")[0] == os.environ.get(NODE_ADDRESS):
-        with suppress(RendezvousError):
-            parameters.config["is_host"] = True
-            return get_rendezvous_handler(parameters)
+    if meeting.endpoint.rpartition(":")[0] != os.environ.get(NODE_ADDRESS):
+        return get_rendezvous_handler(parameters)
+    try:
+        parameters.config["is_host"] = True
+        return get_rendezvous_handler(parameters)
+    except RendezvousError:  # another agent listens there
         parameters.config["is_host"] = False
-    return get_rendezvous_handler(parameters)
+        return get_rendezvous_handler(parameters)
 
 
 def _parameters(meeting: Meeting) -> RendezvousParameters:
@@ -240,15 +248,18 @@ class Agent(SimpleElasticAgent):
 
     def _placed(self, worker_group: WorkerGroup) -> LaunchSpec:
         """The ranks with their places among those of all machines, at a port that is free."""
+        if not self._several:
+            # Rank 0 listens there only after its imports: no port of outgoing connections.
+            port = {"MASTER_PORT": str(free_port())}
+            return replace(self._spec, env={**self._spec.env, **port})
+        earlier = int(os.environ.get(MEETING, 0))  # of agents that Ray started before
         shared = {
             "MASTER_ADDR": str(worker_group.master_addr),
             "MASTER_PORT": str(worker_group.master_port),
             "LOCAL_WORLD_SIZE": str(len(worker_group.workers)),
             "GROUP_RANK": str(worker_group.group_rank),
+            MEETING: str(earlier + self._meeting.round),
         }
-        if self._several:
-            earlier = int(os.environ.get(MEETING, 0))  # of agents that Ray started before
-            shared[MEETING] = str(earlier + self._meeting.round)
         places = tuple(
             {
                 "RANK": str(worker.global_rank),
