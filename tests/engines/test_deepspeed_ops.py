@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,6 +165,18 @@ def test_a_stale_lock_is_found_instead_of_hanging(lock: Path) -> None:
         assert "no process on this machine holds it" in caught.value.message
     lock.unlink()
     preflight(["cpu_adam"])
+
+
+def test_the_lock_of_another_user_is_judged_by_its_age(
+    lock: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = lock.stat().st_uid
+    monkeypatch.setattr("os.getuid", lambda: owner + 1)
+    preflight(["cpu_adam"])
+    old = time.time() - deepspeed_ops.OLD_LOCK_S - 1
+    os.utime(lock, (old, old))
+    with pytest.raises(BackendUnavailable, match="left its lock"):
+        preflight(["cpu_adam"])
 
 
 @pytest.mark.usefixtures("holder")

@@ -54,6 +54,9 @@ BUILDERS = {
 BUILD_LIMIT_S = 1800.0
 """Time limit of a build: the slowest, async_io, takes minutes."""
 
+OLD_LOCK_S = 600.0
+"""Age at which a lock counts as stale if its holder cannot be determined."""
+
 TOOLS = (CPP, "ninja", HEADERS, "libaio")
 """What building an op may need, besides CUDA's compiler."""
 
@@ -256,7 +259,8 @@ def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
             yield Missing(
                 op,
                 f"a build of {op} that was killed left its lock {lock}, for which DeepSpeed "
-                "would wait indefinitely (no process on this machine holds it)",
+                "would wait indefinitely (no process on this machine holds it, or it is "
+                f"another user's, older than {OLD_LOCK_S:.0f} s)",
                 f"rm {shlex.quote(str(lock))}",
             )
 
@@ -264,14 +268,14 @@ def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
 def _is_held(lock: Path) -> bool:
     """Whether a live build holds the lock: torch keeps the file open while it builds.
 
-    Another user's counts as held, and so do all without /proc: the wait for them has a limit.
+    If the lock is another user's, or there is no /proc, its age decides.
     """
     try:
         status = lock.stat()
     except FileNotFoundError:
         return False
     if status.st_uid != os.getuid() or not Path("/proc/self/fd").is_dir():
-        return True
+        return time.time() - status.st_mtime < OLD_LOCK_S
     return any(os.path.samestat(status, held) for held in _open_files())
 
 
