@@ -67,8 +67,12 @@ def test_every_pod_runs_dmt_launch() -> None:
         4,
         4,
     )
-    assert spec["backoffLimit"] == 3
+    assert spec["backoffLimit"] == 3 * 4, "every pod of a run that failed counts"
+    rules = spec["podFailurePolicy"]["rules"]
+    actions = [(rule["action"], rule["onExitCodes"]["values"]) for rule in rules]
+    assert actions == [("FailJob", [2, 3]), ("Ignore", [75])]
     pod = spec["template"]["spec"]
+    assert pod["restartPolicy"] == "Never", "as such rules need it"
     # The pods of an indexed Job are called NAME-INDEX, and the service makes that a name.
     assert pod["subdomain"] == service["metadata"]["name"] == name
     assert service["spec"]["selector"] == {"job-name": name}

@@ -15,8 +15,9 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
-from toolkit.errors import PlanError
+from toolkit.errors import EXIT_RESUMABLE, PlanError
 from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome
+from toolkit.launchers.outcome import USER_CODES
 from toolkit.launchers.process import StopSignals
 from toolkit.launchers.submission import submit
 from toolkit.recipe.schema import KubernetesSection
@@ -32,6 +33,7 @@ CONFIG = PurePosixPath("/etc/dmt")
 DEFAULT_GRACE_S = 600
 """Default time that a pod has to save and exit."""
 
+_CONTAINER = "dmt"
 _NVIDIA = "nvidia.com/gpu"
 _LONGEST_NAME = 30
 """Ours has 11 characters more, and pods an index: a host name may have 63."""
@@ -104,17 +106,27 @@ def _job(job: Job) -> Manifest:
             "completionMode": "Indexed",
             "completions": job.cluster.nodes,
             "parallelism": job.cluster.nodes,
-            "backoffLimit": job.launch.max_restarts,
+            # If the run fails, each of its pods does.
+            "backoffLimit": job.launch.max_restarts * job.cluster.nodes,
+            "podFailurePolicy": {
+                "rules": [_rule("FailJob", *USER_CODES), _rule("Ignore", EXIT_RESUMABLE)]
+            },
             "template": {"spec": _pod(job)},
         },
     }
+
+
+def _rule(action: str, *codes: int) -> Manifest:
+    """What happens when a pod ends with one of these exit codes; without a rule, it counts."""
+    which = {"containerName": _CONTAINER, "operator": "In", "values": [*codes]}
+    return {"action": action, "onExitCodes": which}
 
 
 def _pod(job: Job) -> Manifest:
     settings = _settings(job)
     name = _name(job)
     container: Manifest = {
-        "name": "dmt",
+        "name": _CONTAINER,
         "image": settings.image,
         "command": ["python", *SAFE, *DMT, *_arguments(job)],
         "workingDir": MOUNT,
@@ -136,7 +148,7 @@ def _pod(job: Job) -> Manifest:
     container = _merged(container, stated, "pod.containers")
     return _merged(
         {
-            "restartPolicy": "OnFailure",
+            "restartPolicy": "Never",  # another pod, which a policy for failures needs
             "subdomain": name,
             "terminationGracePeriodSeconds": int(job.launch.grace_s or DEFAULT_GRACE_S),
             "containers": [container, *sidecars],
