@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.conftest import RECIPE, Project
-from tests.e2e.product import curve
+from tests.e2e.product import curve, records
 from tests.forked import ForkedRanks
 from tests.models.small import FAMILIES
 from toolkit.data.tokenizers import byte_tokenizer
@@ -78,7 +78,14 @@ def test_every_family_is_launched_and_its_export_differs_in_weights_alone(
     project: Project, family: str
 ):
     base = base_model(project.folder / f"base-{family}", family)
-    run_dir = tuned(project, f"tuned-{family}", f"{{hub: {base}, init: pretrained}}", base)
+    balance = (
+        ", balance: {kind: sequence_loss, coefficient: 0.01}" if family == "mixtral" else ""
+    )
+    model = f"{{hub: {base}, init: pretrained{balance}}}"
+    run_dir = tuned(project, f"tuned-{family}", model, base)
+    if balance:
+        steps = records(run_dir / "metrics.jsonl")
+        assert all(step["busiest_expert"] >= 1 and "dropped_tokens" in step for step in steps)
     weights, original = (
         load_file(folder / "model.safetensors") for folder in (run_dir / "export", base)
     )
