@@ -100,6 +100,13 @@ def test_four_processes(some: str) -> None:
     check(covering_array(FOUR[some], len(FOUR[some])))
 
 
+@pytest.mark.slow
+def test_eager_attention_to_joined_documents() -> None:
+    """The other cases have it with documents apart, which are a mask's."""
+    eager = (("attention", "eager"), ("documents", "joined"))
+    check([Case(layout, eager) for layout in ("fsdp3", "megatron-tp2")])
+
+
 def test_every_feature_is_legal_somewhere() -> None:
     """Or no layout would have met it, and no layout is forgotten."""
     cases = [case for layouts in TWO.values() for case in covering_array(layouts)]
