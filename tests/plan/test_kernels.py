@@ -138,7 +138,8 @@ def test_ligers_loss_needs_less_memory_and_no_less_time() -> None:
 QWEN3 = "qwen/qwen3-30b-a3b-pretrain"
 
 
-def test_experts_of_megatron_core_are_grouped() -> None:
+def test_small_experts_are_grouped() -> None:
+    """Whose products are shorter than what the host needs to start them."""
     megatron = {"parallel__engine": "megatron"}
     plan = planned(QWEN3, **megatron)
     assert plan.layout.experts == "grouped"
@@ -153,6 +154,7 @@ def test_experts_of_megatron_core_are_grouped() -> None:
 @pytest.mark.parametrize(
     ("recipe", "settings", "reason"),
     [
+        ("mistral/mixtral-8x7b-pretrain", {}, "an expert's products take 1.1 ms, longer than"),
         ("mistral/mixtral-8x7b-pretrain", {"parallel__expert": 8}, "a rank has one expert"),
         (QWEN3, {"cluster__gpu": "a100-80gb"}, "bf16 on hopper and blackwell alone"),
         (QWEN3, {"cluster__gpu": "h100-80gb", "training__precision": "fp32"}, "bf16 on hopper"),

@@ -30,7 +30,6 @@ class Agreement:
     """What was found; `--json` prints these fields."""
 
     max_abs_difference: float
-    largest_logit: float
     bound: float
 
     def __str__(self) -> str:
@@ -86,7 +85,7 @@ def compare(folder: Path, exported: Path) -> Agreement:
             f"{difference:.2e}; at most {bound:.2e} is rounding",
             fix="do not use it, and report the model's config.json",
         )
-    return Agreement(difference, largest, bound)
+    return Agreement(difference, bound)
 
 
 def _logits(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:

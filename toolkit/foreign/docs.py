@@ -19,7 +19,7 @@ def page() -> str:
 def _tables() -> Iterator[str]:
     for one in tools():
         extends_trainer = one in (tool("llama_factory"), tool("axolotl"))
-        more = ", and the Trainer's settings" * extends_trainer
+        more = ", and the Trainer's settings" if extends_trainer else ""
         yield f"\n## {one.name.removeprefix('the ')}{more}"
         yield "\n| there | in a recipe |\n|---|---|"
         ours: dict[str, list[str]] = {}

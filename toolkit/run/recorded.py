@@ -8,7 +8,7 @@ from toolkit.recipe import yaml_text
 from toolkit.run import jsonl
 from toolkit.system.untrusted import parse_json
 
-_WHOLE = ("rank", "world", "step", "exit_code")
+_WHOLE = ("rank", "world", "step", "exit_code", "slow_rank")
 """What all readers of an event compute with."""
 _SIDES = ("predicted", "measured", "measured_over_predicted")
 

@@ -67,15 +67,11 @@ def import_files(
     cluster = cluster or _stated_cluster(found, ranks)
     task = _task(found, given_task)
     base = _base(found, model, config, cluster, task)
+    origin = f"--cluster {given_cluster}" if given_cluster else DRAFTED
     for name, value in cluster.section.items():
         if found.value(f"cluster.{name}", value) != value:
             found.remove(f"cluster.{name}", f"--cluster {given_cluster} states it")
-        _put(
-            found,
-            f"cluster.{name}",
-            value,
-            f"--cluster {given_cluster}" if given_cluster else DRAFTED,
-        )
+        _put(found, f"cluster.{name}", value, origin)
     _add_required(found, base, task, given_task is not None)
     _add_data(found, task, data)
     _add_validation(found)
@@ -212,8 +208,9 @@ def _add_required(found: Found, base: Recipe, task: Task, given: bool) -> None:
         _put(found, "data.chat_template", base.data.chat_template, DRAFTED)
     objective = found.value("training.objective", base.training.objective)
     for key in ("adapter", "dpo"):
-        is_stated = any(name.startswith("adapter.") for name in found.values)
-        if is_stated if key == "adapter" else objective != key:  # orpo
+        if key == "adapter" and any(name.startswith("adapter.") for name in found.values):
+            continue
+        if key == "dpo" and objective != "dpo":  # orpo
             continue
         for name, value in (dumped.get(key) or {}).items():
             _put(found, f"{key}.{name}", value, DRAFTED)
