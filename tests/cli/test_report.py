@@ -44,7 +44,7 @@ def test_the_whole_page(run: Path, dmt: Dmt) -> None:
     loading checkpoints         2.00 s    2.4%  █
     replayed steps              8.00 s    9.4%  ██
     saving (stalls)             0.80 s    0.9%
-    skipped batches             2.00 s    2.3%  █
+    skipped batches             2.00 s    2.4%  █
     evaluation                  1.00 s    1.2%
     hangs and detection         0.00 s    0.0%
     not accounted               15.2 s   17.9%  ████
@@ -52,7 +52,6 @@ warning: events.jsonl: its last line is cut short, or is being written
 warning: metrics.jsonl: its last line is cut short, or is being written
 warning: recipe.yaml: missing
 warning: plan.json: missing
-warning: environment.json: missing
 """
     )
 
@@ -64,6 +63,12 @@ def test_a_run_that_waits_for_its_data(tmp_path: Path, dmt: Dmt) -> None:
     quick = [line | {"data_wait_s": 0.1} for line in lines]
     printed = dmt("report", write(tmp_path, KILLED_AND_RESTARTED, quick)).out
     assert "bound by its data" not in printed
+
+
+def test_a_damaged_event(tmp_path: Path, dmt: Dmt) -> None:
+    slow = event(5, "straggler", slow_rank=[1])
+    out = dmt("report", write(tmp_path, [*KILLED_AND_RESTARTED, slow], [])).out
+    assert "events.jsonl: 1 of " in out and "cannot be read" in out
 
 
 def test_for_programs(run: Path, dmt: Dmt) -> None:

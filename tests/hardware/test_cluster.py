@@ -150,6 +150,14 @@ def test_every_mistake_of_a_file_is_reported_with_its_line(tmp_path: Path) -> No
     assert found["nodes"].found == "0"
 
 
+def test_mistakes_of_one_key_are_all_named(tmp_path: Path) -> None:
+    text = "1: 2\nnull: 3\nnodes: 1\ngpus_per_node: 2\ngpu: h100-80gb\nnetwork: [1]\n"
+    with pytest.raises(RecipeError) as raised:
+        load_cluster(write(tmp_path, text))
+    assert [problem.line for problem in raised.value.problems] == [1, 2, 6]
+    assert raised.value.problems[2].fix.startswith("write a map of kind")
+
+
 @pytest.mark.parametrize(
     "text", ["", "- 1\n", "nodes: [1]\n", "gpu: {name: x}\n", "gpu: null\n"]
 )

@@ -1,7 +1,9 @@
 """`dmt recipes`: the shipped recipes, a row for each size of model, the smallest first."""
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from textwrap import wrap
 from typing import get_args
 
 from toolkit.cli.output import columns
@@ -26,12 +28,20 @@ def recipes() -> None:
     listed = {f"{size}-{task}" for size, tasks in sizes.items() for task in tasks}
     others = [name for name in shipped_recipes() if name not in listed]
     lines = [
-        f"for 2 processes of this machine: {', '.join(filter(is_tiny, others))}\n",
+        *_wrapped("for 2 processes of this machine", filter(is_tiny, others)),
+        "",
         *columns(table, left=len(table[0])),
-        f"\nlonger rows: {', '.join(one for one in others if not is_tiny(one))}",
-        "a recipe: `dmt plan SIZE-TASK`; others: `dmt init SIZE --task TASK --cluster CLUSTER`",
+        "",
+        *_wrapped("longer rows", (one for one in others if not is_tiny(one))),
+        "a recipe: `dmt plan SIZE-TASK`",
+        "others: `dmt init SIZE --task TASK --cluster CLUSTER`",
     ]
     tell("\n".join(lines), sys.stdout)
+
+
+def _wrapped(label: str, names: Iterable[str]) -> list[str]:
+    text = f"{label}: {', '.join(names)}"
+    return wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _row(size: str, tasks: dict[str, Path]) -> tuple[int, list[str]]:

@@ -45,7 +45,8 @@ def report(
     """
     if as_json and html is not None:
         raise DataError("--json and --html: one form at a time", fix="leave one out")
-    records = [read_record(path) for path in run_dirs or find_runs(Path("runs"))[:1]]
+    runs = run_dirs or find_runs(Path("runs"))[:1]
+    records = [read_record(path, with_environment=len(runs) > 1) for path in runs]
     if html is not None:
         option("report --html")(records, html)
         tell(f"report {html}: open it in a browser, it needs nothing else")

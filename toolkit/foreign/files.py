@@ -37,7 +37,8 @@ def read(path: Path, option: str) -> Found:
         kind, file = _recognised(path)
     except _NoKind as error:
         kinds = ", ".join(one.form for one in tools())
-        raise RecipeError([Problem(option, str(error), kinds, "", str(path))]) from error
+        fix = "name a file of one of these kinds"
+        raise RecipeError([Problem(option, str(error), kinds, fix, str(path))]) from error
     found = read_as(kind, file)
     found.stop()
     return found

@@ -97,7 +97,11 @@ def load_cluster(path: Path) -> Cluster:
         problems += explain(error, root, ClusterFile)
     problems += _disagreeing(root)
     if problems:
-        raise RecipeError(list({problem.key: problem for problem in problems}.values()))
+        # A number that YAML lacks is also reported as nothing: the first report says more.
+        first: dict[tuple[str, int], Problem] = {}
+        for problem in problems:
+            first.setdefault((problem.key, problem.line), problem)
+        raise RecipeError([*first.values()])
     return _cluster(stated)
 
 

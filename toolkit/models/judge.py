@@ -196,7 +196,8 @@ def _refused(config: Mapping[str, Any], error: object) -> Problem:
         if key != "model_type" and any(isinstance(v, str) and v in words for v in values):
             words.append(key)
     key = next((word for word in words if word in config), "model_type")
-    return Problem(key, shown(config[key]), f"what transformers accepts: {text[:300]}")
+    found = f"{shown(config[key])}: {text[:300]}"
+    return Problem(key, found, "a value that transformers accepts", f"change {key}")
 
 
 def _warned(config: Mapping[str, Any], texts: list[str]) -> Iterator[Problem]:

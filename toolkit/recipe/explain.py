@@ -216,7 +216,8 @@ def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:
     """The text to type instead of a value that does not fit; empty where none is known."""
     value, takes_list = stated.at(path), setting.takes("array")
     if isinstance(value, list):
-        single = len(value) == 1 and not takes_list
+        takes_one = setting.takes("string", "integer", "number", "boolean")
+        single = len(value) == 1 and takes_one and not takes_list
         return f"without brackets: {stated.text((*path, 0))}" if single else ""
     if isinstance(value, dict) or value is None:
         return ""

@@ -102,15 +102,17 @@ def read_lines(
     return [one for one in parsed.values() if one is not None]
 
 
-def read_record(path: Path) -> RunRecord:
-    """Read a run directory. Raises DataError for a folder that is none."""
+def read_record(path: Path, *, with_environment: bool = False) -> RunRecord:
+    """Read a run directory, with the environment if runs are compared. Raises DataError for a
+    folder that is none."""
     run = require_run(path)
     record = RunRecord(run)
     record.events = read_lines(run.events, record.missing, valid_event)
     record.metrics = read_lines(run.metrics, record.missing)
     record.recipe = _mapping(run.recipe, parse_recipe, record.missing)
     record.plan = _mapping(run.plan, parse_mapping, record.missing)
-    record.environment = _mapping(run.environment, parse_mapping, record.missing)
+    if with_environment:
+        record.environment = _mapping(run.environment, parse_mapping, record.missing)
     record.missing += _unlogged(record)
     return record
 

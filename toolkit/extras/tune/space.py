@@ -10,6 +10,7 @@ Optuna judges a range, the recipe's own schema its bounds and choices.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,8 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.intake.load import refused_value
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.words import settings
-from toolkit.recipe.yaml_text import WHOLE_FILE, KeyPath, Stated, parse
+from toolkit.recipe.yaml_text import WHOLE_FILE, Stated, parse
 from toolkit.system.install import optional
-from toolkit.text.dotted import nested
 
 Space = dict[str, Any]
 """Optuna's distribution of each setting; choices as a recipe states them, on one line."""
@@ -128,11 +128,9 @@ def _refused(
     inside: Sequence[str | int] = ("low", "high")
     if isinstance(value, list):
         inside = range(len(value))
-    path: KeyPath = tuple(key.split("."))
-    places = {path[:end]: place for end in range(len(path) + 1)}
     for part in inside:
-        written = {path: space.written.get((key, part), "")}
-        one = Stated(nested({key: value[part]}), places, written)
+        one = space.inside((key, part)).under(tuple(key.split(".")), place.file)
+        one = replace(one, places=dict.fromkeys(one.places, place))
         if problem := refused_value(recipe, overrides, one):
             yield problem
             return
