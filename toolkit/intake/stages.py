@@ -36,13 +36,9 @@ def _weights(recipe: Recipe, key: str, weights: dict[str, float]) -> Iterator[Pr
         return
     titles = {source.title for source in data.sources}
     if weights.keys() != titles:
-        names = {
-            "nothing for": titles - weights.keys(),
-            "unknown sources": weights.keys() - titles,
-        }
-        found = " and ".join(
-            f"{what} {', '.join(sorted(which))}" for what, which in names.items() if which
-        )
+        missing, unknown = sorted(titles - weights.keys()), sorted(weights.keys() - titles)
+        parts = (("nothing for", missing), ("unknown sources", unknown))
+        found = " and ".join(f"{what} {', '.join(names)}" for what, names in parts if names)
         allowed = f"a weight for each of {', '.join(sorted(titles))}"
         fix = "name every source once (0: none of it); `label` names a source"
         yield Problem(key, found, allowed, fix)
