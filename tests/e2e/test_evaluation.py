@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.dmt import Dmt
 from tests.e2e.conftest import WORDS
@@ -51,4 +53,25 @@ def test_the_two_lines_of_the_docs(ddp_run: Path, tmp_path: Path, dmt: Dmt) -> N
     subprocess.run(command, cwd=tmp_path, check=True)
     (results,) = (tmp_path / "results").rglob("results_*.json")
     found = json.loads(results.read_text())["results"]["next_word"]["acc,none"]
-    assert 0 <= found <= 1
+    assert found == pytest.approx(accuracy(tmp_path / words[-1]))
+
+
+@torch.no_grad()
+def accuracy(folder: Path) -> float:
+    """How often the right word has the largest sum of log-probabilities, in transformers."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+
+    def likelihood(text: str, word: str) -> float:
+        known, tokens = (
+            tokenizer(one, return_tensors="pt")["input_ids"] for one in (text, f"{text} {word}")
+        )
+        first = known.shape[1]
+        scores = model(tokens).logits[0, first - 1 : -1].log_softmax(-1)
+        return float(scores.gather(1, tokens[0, first:, None]).sum())
+
+    right = 0
+    for row in ROWS:
+        scores = [likelihood(str(row["text"]), str(word)) for word in row["words"]]
+        right += scores.index(max(scores)) == row["right"]
+    return right / len(ROWS)

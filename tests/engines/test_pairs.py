@@ -107,6 +107,14 @@ def test_eager_attention_to_joined_documents() -> None:
     check([Case(layout, eager) for layout in ("fsdp3", "megatron-tp2")])
 
 
+@pytest.mark.slow
+def test_frozen_weights_in_16_bits() -> None:
+    """Held in these 16 bits alone, without an fp32 master."""
+    part = ("model", "untied"), ("frozen", "bottom")
+    some = ("ddp", "zero1", "fsdp3", "megatron-dp2-distopt", "megatron-pp2")
+    check([Case(layout, part, "bf16") for layout in some])
+
+
 def test_every_feature_is_legal_somewhere() -> None:
     """Or no layout would have met it, and no layout is forgotten."""
     cases = [case for layouts in TWO.values() for case in covering_array(layouts)]

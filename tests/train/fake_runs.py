@@ -125,12 +125,14 @@ def run(
     progress: Progress | None = None,
     recorder: Recorder | None = None,
     reduction: type[StepReduction] = StepReduction,
+    rank: int = 0,
 ) -> Recorder:
     """Train from `progress`; what was recorded."""
     start = fake_start(
         asked.layout, progress or Progress(), guard=asked.guard,
         objective=lambda: asked.engine.objective,
     )  # fmt: skip
+    start.ranks.rank = rank
     with TemporaryDirectory() as folder, StopRequest() as stop:
         start.directory = RunDirectory(Path(folder))
         nothing: Any = None

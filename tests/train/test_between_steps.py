@@ -84,7 +84,10 @@ def test_the_peak_of_memory_is_that_of_training(
 def test_no_save_begins_while_steps_are_skipped(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stopped_at: int | None
 ) -> None:
+    """Unless the run stops, which then compares itself with its prediction."""
+    compared: list[int] = []
     monkeypatch.setattr(TrainingRun, "_metrics", lambda *_: None)
+    monkeypatch.setattr(TrainingRun, "compare", lambda run: compared.append(run.progress.step))
     saves = Saves()
     run = new_run(tmp_path, saves)
     for step in range(1, 11):
@@ -95,6 +98,7 @@ def test_no_save_begins_while_steps_are_skipped(
         run.save(stopping=step == stopped_at)
     expected = [2, 7, 8, 10] if stopped_at is None else [2, 5, 7, 8, 10]
     assert saves.steps == expected
+    assert compared == ([] if stopped_at is None else [stopped_at])
 
 
 def test_a_validation_that_a_run_depends_on_comes_before_the_save(tmp_path: Path) -> None:

@@ -95,6 +95,18 @@ def test_a_batch_that_grows_continues_where_it_was(
     assert trained == order.indices(0, 10 * 2 + 30 * 4).tolist()
 
 
+def test_ranks_draw_other_dropout_for_other_tokens(
+    dataset: StreamSamples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same in a tensor group, whose ranks compute the same tokens."""
+    layout = replace(LAYOUT, tp=2, dp=2, gradient_accumulation=1)
+    drawn: list[tuple[int, ...]] = []
+    monkeypatch.setattr("toolkit.train.loop.seed_dropout", lambda *place: drawn.append(place))
+    for rank in range(4):
+        run(replace(job(dataset, FakeEngine(VOCABULARY), 1), layout=layout), rank=rank)
+    assert drawn == [(1, 0, 0), (1, 0, 0), (1, 0, 1), (1, 0, 1)]
+
+
 class TwoTensorRanks(StepReduction):
     """Both ranks of a tensor-parallel group count the same batch."""
 

@@ -46,7 +46,7 @@ def test_the_third_interrupt_gets_through():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("signalled", "in_step", "expected"),
-    [(0, 3, 4), (1, 1, 2), (-1, 0, 8), (1, 8, 8)],
+    [pytest.param(0, 3, 4, marks=pytest.mark.quick), (1, 1, 2), (-1, 0, 8), (1, 8, 8)],
     ids=["rank 0", "rank 1, first step", "nobody", "too late"],
 )
 def test_all_ranks_stop_at_the_same_step(signalled, in_step, expected):
