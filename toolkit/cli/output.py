@@ -12,6 +12,7 @@ from rich.text import Text
 
 from toolkit.cli.console import Console
 from toolkit.errors import EXIT_DONE
+from toolkit.run.jsonl import plain
 from toolkit.text.redact import redact
 
 Row = TypeVar("Row")
@@ -38,12 +39,13 @@ def output(
     wrap: bool = True,
     exit_code: int = EXIT_DONE,
 ) -> None:
-    """Print `data` as JSON on one line, dataclasses as objects, or `lines` (see `show`).
+    """Print `data` as JSON on one line, values as of `run.jsonl`, or `lines` (see `show`).
 
     Then exit with the code, if it is not 0.
     """
     if as_json:
-        typer.echo(json.dumps(data, default=asdict))
+        text = json.dumps(plain(data), default=lambda one: plain(asdict(one)), allow_nan=False)
+        typer.echo(text)
     else:
         show(lines, wrap=wrap)
     if exit_code != EXIT_DONE:

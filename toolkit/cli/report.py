@@ -16,7 +16,6 @@ from toolkit.cli.output import output
 from toolkit.errors import DataError
 from toolkit.report.goodput import PARTS, Goodput
 from toolkit.report.record import RunRecord, find_runs, read_record
-from toolkit.run import jsonl
 from toolkit.run.comparison import summary_numbers
 from toolkit.text.terminal import tell
 from toolkit.text.units import duration
@@ -51,10 +50,10 @@ def report(
         option("report --html")(records, html)
         tell(f"report {html}: open it in a browser, it needs nothing else")
     elif len(records) > 1:
-        data = jsonl.plain(comparison_output(records)) if as_json else None
+        data = comparison_output(records) if as_json else None
         output(as_json, data, comparison_lines(records))
     else:
-        output(as_json, jsonl.plain(machine_output(records[0])), _lines(records[0]))
+        output(as_json, machine_output(records[0]), _lines(records[0]))
 
 
 def machine_output(record: RunRecord) -> dict[str, Any]:

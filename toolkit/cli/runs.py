@@ -1,7 +1,6 @@
 """`dmt runs`: the runs in a folder, with their progress and state."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,6 @@ from rich.text import Text
 from toolkit.cli.options import AsJson
 from toolkit.cli.output import Table, output
 from toolkit.report.record import RunLine, RunState, find_runs, run_line
-from toolkit.run import jsonl
 from toolkit.text.terminal import printable
 from toolkit.text.units import duration
 
@@ -44,7 +42,7 @@ def runs(
     Example: `dmt runs runs`
     """
     found = [run_line(path) for path in find_runs(folder)]
-    output(as_json, {"runs": jsonl.plain([*map(asdict, found)])}, _lines(found))
+    output(as_json, {"runs": found}, _lines(found))
 
 
 def _lines(found: Sequence[RunLine]) -> Iterator[Text]:

@@ -1,7 +1,9 @@
 """The study of a search, with a trial function that computes its losses."""
 
 import math
+import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,33 +13,30 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from tests.dmt import Dmt
 from tests.processes import ROOT
-from toolkit.errors import PlanError, RunFailed
+from toolkit.errors import EXIT_FAILED, PlanError
 from toolkit.extras.tune import study
 from toolkit.extras.tune.search import SearchStudy, first_rung
 from toolkit.extras.tune.space import Space
-from toolkit.extras.tune.study import TuneRequest
-from toolkit.extras.tune.trial import (
-    Ending,
-    Followed,
-    TrialResult,
-    check_waits,
-)
+from toolkit.extras.tune.study import RecordedEnding, TuneRequest
+from toolkit.extras.tune.trial import Followed, TrialResult, check_waits
 from toolkit.intake.load import load_recipe
 
 TINY = ROOT / "recipes/tiny/llama-bytes.yaml"
 EVERY = ("evaluation.every_steps=20", "schedule.min_learning_rate=0")
 RATE = "optimizer.learning_rate"
 NO_SPACE = ("--search", "/nonexistent")
+DECAY = "optimizer.weight_decay"
+SPACE_TEXT = f"{RATE}: {{low: 1.0e-4, high: 1, log: true}}\n{DECAY}: [0.0, 0.1, 1.0]"
 SPACE = {
     RATE: FloatDistribution(1e-4, 1.0, log=True),
-    "optimizer.weight_decay": CategoricalDistribution(("0.0", "0.1", "1.0")),
+    DECAY: CategoricalDistribution(("0.0", "0.1", "1.0")),
 }
 
 
 class Runner:
     """Trials whose loss is lowest at a learning rate of 0.01."""
 
-    def __init__(self, ending: Ending = "done", killed_in: int = -1) -> None:
+    def __init__(self, ending: RecordedEnding = "done", killed_in: int = -1) -> None:
         self.ending, self.killed_in = ending, killed_in
         self.ran: dict[int, list[str]] = {}
         self.steps: dict[int, list[int]] = {}
@@ -54,15 +53,17 @@ class Runner:
         options: Sequence[str],
     ) -> TrialResult:
         del recipe, hang_s, options
-        (folder / "checkpoints/step-00000020").mkdir(parents=True, exist_ok=True)
+        for trial in folder, *folder.parent.glob("*"):  # as if others ended trials now, too
+            (trial / "checkpoints/step-00000020").mkdir(parents=True, exist_ok=True)
         number = int(folder.name)
         self.ran[number] = list(overrides)
         followed, done = Followed(), self.steps.setdefault(number, [])
-        if self.ending != "done":
+        if self.ending not in ("done", "diverged"):
             return TrialResult(self.ending, "as it was told")
         rate = load_recipe(TINY, overrides).optimizer.learning_rate
         for step in range(20, 201, 20):
             loss = (math.log10(rate) + 2) ** 2 + 100 / step
+            loss = math.nan if self.ending == "diverged" else loss
             followed.events.append({"kind": "evaluation", "step": step, "loss": loss})
             done.append(step)
             if on_progress(followed):
@@ -118,14 +119,31 @@ def test_an_answer(tmp_path: Path) -> None:
     assert kept == [f"{best.number:04d}"]
 
 
-def test_trials_without_a_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["hung", "out_of_memory", "diverged"])
+def test_trials_without_a_result(
+    ending: RecordedEnding, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dmt: Dmt
+) -> None:
     """A search gives up when nothing can be trained, and names the reason."""
-    with pytest.raises(RunFailed, match=r"none of 5 trials .* hung: as it was told"):
-        searched(tmp_path, Runner("hung"))
+    monkeypatch.setattr(study, "run_trial", Runner(ending))
+    (tmp_path / "space.yaml").write_text(SPACE_TEXT)
+    words = ["--search", tmp_path / "space.yaml", "--dir", tmp_path / "search", "--json"]
+    words += [word for one in EVERY for word in ("--set", one)]
+    printed = dmt("tune", TINY, *words, code=EXIT_FAILED)
+    assert re.search(rf"none of 5 trials .* {ending}: (as it|loss is nan)", printed.err)
+    told = {(one["ending"], one["loss"]) for one in printed.json["trials"]}
+    assert told == {(ending, "NaN" if ending == "diverged" else None)}
     assert len(searched(tmp_path, Runner()).records()) == 5 + 8
     low = {RATE: FloatDistribution(1e-6, 1e-5)}
-    with pytest.raises(RunFailed, match=r"none of 20 trials .* refused: .*min_learning_rate"):
-        searched(tmp_path, Runner(), space=low, overrides=(), folder=tmp_path / "refused")
+    failure = searched(tmp_path, Runner(), low, overrides=(), folder=tmp_path / "low").failure
+    assert re.fullmatch(r"none of 20 trials .* refused: .*min_learning_rate.*", failure)
+
+
+@pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+def test_searches_that_start_at_once(tmp_path: Path) -> None:
+    """Optuna creates the tables of one folder once."""
+    request = TuneRequest(TINY, EVERY, load_recipe(TINY, EVERY), tmp_path / "search", 8, 60)
+    with ThreadPoolExecutor(4) as pool:
+        assert len([*pool.map(lambda _: SearchStudy(request, SPACE), range(4))]) == 4
 
 
 def test_rungs() -> None:
@@ -140,7 +158,7 @@ def test_rungs() -> None:
 def test_a_launcher_that_does_not_wait() -> None:
     """Trials of one node are started by `local`; on two nodes they are refused."""
     check_waits(load_recipe(TINY, ["launch.launcher=slurm"]))
-    with pytest.raises(PlanError, match="slurm hands its jobs over"):
+    with pytest.raises(PlanError, match="on one machine, the recipe has 2 nodes"):
         check_waits(load_recipe(TINY, ["launch.launcher=slurm", "cluster.nodes=2"]))
 
 
@@ -148,6 +166,7 @@ def test_a_launcher_that_does_not_wait() -> None:
     ("options", "said"),
     [
         (["--seed", "5"], "--seed is an option of --search only"),
+        (["--dir", str(TINY)], "llama-bytes.yaml is a file"),
         ([*NO_SPACE, "--steps", "5"], "--steps is no option of --search"),
         ([*NO_SPACE, "--dry-run"], "--dry-run is no option of --search"),
     ],

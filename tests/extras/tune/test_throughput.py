@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from optuna.trial import create_trial
 
 from tests.dmt import Dmt
 from tests.e2e import product
 from tests.e2e.conftest import write_project
 from tests.e2e.product import started
 from tests.warm import SUBPROCESS, WarmPython
-from toolkit.errors import DirectoryInUse, RunFailed
+from toolkit.errors import DirectoryInUse, PlanError
 from toolkit.extras.tune import layouts, study, trial
 from toolkit.extras.tune.layouts import (
     LayoutStudy,
@@ -48,6 +49,7 @@ FAULTS = {
     "training.micro_batch_size=2": "step=hang@rank1,hit3",
 }
 """What happens in the layouts with these micro batches; the one with 4 is measured."""
+STALE = create_trial(value=1.0, user_attrs={"record": {"number": 0, "speed": 1}})
 
 
 @dataclass
@@ -163,14 +165,30 @@ def test_failures_are_tried_again_until_one_layout_was_measured(
     monkeypatch.setattr(study, "run_trial", lambda *_, **__: failed)
     for last in (4, 9):
         ended: list[TrialRecord] = []
-        with pytest.raises(RunFailed, match="one failed: no such module"):
-            tuning(tmp_path).run(ended.append)
+        tuned = tuning(tmp_path)
+        assert tuned.run(ended.append) and "one failed: no such module" in tuned.failure
         assert [one.number for one in ended] == [*range(last - 4, last + 1)], "the next would"
     monkeypatch.setattr(study, "run_trial", steps_of(*[2.0] * 5))
     measured = tuning(tmp_path)
     assert measured.run() and len(measured.counted()) == 12
     assert [one.ending for one in measured.records()] == ["done"] * 12
     assert tuning(tmp_path).left() == 0
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda path: (path / "study.db").write_text("text " * 99), "file is not a database"),
+        (lambda path: tuning(path).study.add_trial(STALE), "errors for TrialRecord"),
+        (lambda path: tuning(path).study.set_user_attr("identity", {"kind": "loss"}), "kind"),
+    ],
+)
+def test_a_folder_that_cannot_be_continued(
+    damage: Callable[[Path], None], said: str, tmp_path: Path
+) -> None:
+    damage(tmp_path)
+    with pytest.raises(PlanError, match=said):
+        tuning(tmp_path)
 
 
 def test_a_trial_that_a_signal_ended_is_no_result(
@@ -187,8 +205,10 @@ def test_a_trial_that_a_signal_ended_is_no_result(
         return steps_of(*[2.0] * 5)(*arguments)
 
     monkeypatch.setattr(study, "run_trial", run_trial)
+    gone = {"settings": {"parallel.pipeline": 99}, "folder": 1}  # no longer a layout
+    tuning(tmp_path).study.enqueue_trial({}, user_attrs=gone)
     assert tuning(tmp_path).run()
-    assert folders[0] == "0000" and len({*folders}) == 12
+    assert folders[:2] == ["0000", "0001"] and len({*folders}) == 12
 
 
 def test_a_cpu_that_has_too_little_memory_is_recognised() -> None:
@@ -258,6 +278,7 @@ def test_a_layout_is_given_up_when_its_fastest_step_of_three_is_too_slow(
     first, second, *_ = tuned.records()
     assert (first.ending, first.value) == ("done", 1.0)
     assert (second.ending, second.steps) == (ending, steps)
+    assert second.reason == ("1.31 × the fastest after 5 steps" if ending == "stopped" else "")
 
 
 def test_a_trial_of_a_run_that_moves_samples_is_no_mistake(tmp_path: Path) -> None:

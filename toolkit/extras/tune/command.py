@@ -16,7 +16,7 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError, RunFailed
 from toolkit.extras.tune.layouts import LayoutStudy, expected, searched
 from toolkit.extras.tune.search import SearchStudy
 from toolkit.extras.tune.space import Space, load_space
-from toolkit.extras.tune.study import Study, TrialRecord, TuneRequest
+from toolkit.extras.tune.study import Study, TrialRecord, TuneRequest, make_folder
 from toolkit.extras.tune.trial import check_waits, starts_locally
 from toolkit.extras.tune.tuned import (
     check_tuned_path,
@@ -39,7 +39,8 @@ SpaceFile = Annotated[
     typer.Option(
         "--search",
         metavar="SPACE",
-        help="Search hyperparameters: a YAML file that maps settings to ranges and choices.",
+        help="Search hyperparameters: a YAML file of lines like `optimizer.learning_rate: "
+        "{low: 1.0e-4, high: 1.0e-2, log: true}` or `optimizer.weight_decay: [0.0, 0.1]`.",
     ),
 ]
 Trials = Annotated[
@@ -97,7 +98,8 @@ def tune(
 
     Measures a few steps in the planner's best layouts. With `--search`, trains points of a
     space of hyperparameters and compares their losses. A trial that runs out of memory, fails
-    or hangs is a result. The same command continues a tuning that was stopped or killed.
+    or hangs is a result. The same command continues a tuning that was stopped or killed. Needs
+    Optuna (`pip install optuna`).
 
     Example: `dmt tune llama-bytes --set parallel.engine=auto`
 
@@ -128,7 +130,7 @@ def tune(
         _list_layouts(expected(layouts, request.trials), as_json)
         return
     check_tuned_path(file)
-    request.folder.mkdir(parents=True, exist_ok=True)
+    make_folder(request.folder)
     with claimed(RunDirectory(request.folder)):
         study = LayoutStudy(replace(request, recipe=loaded), layouts, steps or 10)
         is_over = _run(study)
@@ -171,9 +173,10 @@ def _run(study: Study) -> bool:
         update(completed=done)
 
         def on_end(one: TrialRecord) -> None:
-            texts = (f"{name} {text(one)}" for name, text in study.columns.items())
+            texts = {name: text(one) for name, text in study.columns.items()}
+            outcome = "" if one.measured else f"{_outcome(one)}; "
             update(completed=len(study.counted()))
-            tell(f"trial {one.number}: {_outcome(one)} ({', '.join(texts)})")
+            tell(f"trial {one.number}: {outcome}{study.line.format(**texts)}")
 
         return study.run(on_end)
 
@@ -198,9 +201,7 @@ def _print(
     output(as_json, data, _lines(study, best, end), wrap=False, exit_code=code)
     if best is None:
         logs = f"{folder}/trials/*/launch.log"
-        raise RunFailed(
-            "no trial came to its end", fix=f"read {logs}; the same command tries again"
-        )
+        raise RunFailed(study.failure, fix=f"read {logs}; the same command tries again")
 
 
 def _word(one: TrialRecord) -> tuple[str, str]:
@@ -215,11 +216,12 @@ def _lines(study: Study, best: TrialRecord | None, end: Iterable[str]) -> Iterat
     """The table, and what to do with it."""
     texts = {"#": lambda one: str(one.number), **study.columns, "outcome": _outcome}
     records = study.ranked()
-    yield Text(f"{len(records)} trials are in {study.request.folder}/trials", "bold")
-    table = Table(texts, left=2)
-    yield from table.lines(
-        records[:_SHOWN], lambda one: "bold green" if one == best else _word(one)[1]
-    )
+    shown = f", the best {_SHOWN}:" if len(records) > _SHOWN else ""
+    yield Text(f"{len(records)} trials are in {study.request.folder}/trials{shown}", "bold")
+    if records:
+        yield from Table(texts, left=2).lines(
+            records[:_SHOWN], lambda one: "bold green" if one == best else _word(one)[1]
+        )
     yield from end
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from toolkit.backend import adopt_engine_config
 from toolkit.errors import PlanError
-from toolkit.extras.tune.study import Study, TuneRequest
+from toolkit.extras.tune.study import FAILURES, Study, TuneRequest
 from toolkit.extras.tune.trial import Followed
 from toolkit.hardware.cluster import Cluster
 from toolkit.plan.dimensions import layout_text, settings
@@ -107,12 +107,14 @@ class LayoutStudy(Study):
     """A trial of a layout measures its seconds per step, the lower quartile: what else the
     machine does only adds to them."""
 
-    measures, shared = "step_time_s", False
+    measures, line = "step_time_s", "{measured} (predicted {predicted})  {layout}"
+    shared = continues = complete = False
+    fatal = tuple((one,) for one in FAILURES)  # another layout may need less memory
     columns: ClassVar = {
         "layout": lambda one: one.details["layout"],
         "measured": lambda one: seconds(one.value) if one.value else "-",
         "predicted": lambda one: seconds(one.details["predicted_s"]),
-        "tokens/s": lambda one: f"{one.details['tokens_per_s'] or 0:,.0f}",
+        "tokens/s": lambda one: f"{one.details['tokens_per_s']:,.0f}" if one.value else "-",
     }
 
     def __init__(self, request: TuneRequest, search: Search, steps: int) -> None:
@@ -123,7 +125,7 @@ class LayoutStudy(Study):
                 "no layout of the recipe fits, so there is nothing to measure",
                 fix=f"`dmt plan {request.path}` names what would fit",
             )
-        super().__init__(request)
+        super().__init__(request, kind="layouts")
 
     @cached_property
     def by_key(self) -> dict[str, Candidate]:
@@ -148,7 +150,8 @@ class LayoutStudy(Study):
             self.study.pruner = pruners.ThresholdPruner(
                 upper=HOPELESS * best.value, n_warmup_steps=first
             )
-        if stated := trial.user_attrs.get("settings"):
+        stated = trial.user_attrs.get("settings")
+        if stated and key_of(stated) in self.by_key:
             return dict(stated)
         times = {
             key_of(one.settings): one.value if one.measured else None for one in self.counted()

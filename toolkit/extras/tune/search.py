@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from toolkit.errors import DmtError, RecipeError
 from toolkit.extras.tune.space import Space, overrides_of, suggest
-from toolkit.extras.tune.study import Study, TuneRequest
+from toolkit.extras.tune.study import FAILURES, Study, TuneRequest
 from toolkit.extras.tune.trial import Followed
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planned import plan_recipe
@@ -23,7 +23,9 @@ _REDUCTION = 2
 class SearchStudy(Study):
     """A trial of a point measures the loss at its end."""
 
-    measures, shared = "loss", True
+    measures, line = "loss", "loss {loss} after {steps} steps  {settings}"
+    shared = continues = complete = True
+    fatal = ((*FAILURES, "out_of_memory", "diverged"),)
     columns: ClassVar = {
         "steps": lambda one: f"{one.steps:,}",
         "loss": lambda one: "-" if one.value is None else f"{one.value:.4f}",
@@ -31,7 +33,8 @@ class SearchStudy(Study):
     }
 
     def __init__(self, request: TuneRequest, space: Space, seed: int = 0) -> None:
-        super().__init__(request, space=str({key: str(one) for key, one in space.items()}))
+        texts = str({key: str(one) for key, one in space.items()})
+        super().__init__(request, kind="search", space=texts)
         self.space, self.rung = space, first_rung(request.recipe, space)
         self.end = request.recipe.total_steps() or 0
         # The same seed would suggest the same points again.

@@ -5,20 +5,24 @@ the same settings in the same run directory, so no trial is lost or counted twic
 says which trials there are and what they measure.
 """
 
+import fcntl
 import json
 import math
 import shutil
+import sqlite3
 import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from toolkit.errors import PlanError, RunFailed
-from toolkit.extras.tune.trial import Followed, run_trial, wait_until_free
+from pydantic import TypeAdapter
+
+from toolkit.errors import DmtError, PlanError, RunFailed
+from toolkit.extras.tune.trial import Ending, Followed, run_trial, wait_until_free
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
@@ -29,11 +33,14 @@ from toolkit.text.redact import redact
 HEARTBEAT_S, GRACE_S = 10, 60
 """How often a running trial gives a sign of life, and after which silence it was killed."""
 _MOST_FAILURES, _MOST_REFUSALS = 5, 20
-"""Trials that fail for one reason, and points that the recipe's rules refuse, before any trial
+"""Trials of `Study.fatal` endings, and points that the recipe's rules refuse, before any trial
 was measured."""
-_FAILURES = ("failed", "hung")
+FAILURES = ("failed", "hung")
 """Endings that say nothing about the settings of the trial."""
 _POLL_S = 0.5
+
+RecordedEnding = Ending | Literal["refused", "diverged"]
+"""`stopped` is a trial that was given up because it cannot become the best."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +66,7 @@ class TrialRecord:
     number: int
     """Number of its folder, from 0."""
     settings: dict[str, Any]
-    ending: str
-    """As `TrialResult.ending`, or `refused` or `diverged`; `stopped` is one that was given up
-    because it cannot become the best."""
+    ending: RecordedEnding
     reason: str = ""
     steps: int = 0
     value: float | None = None
@@ -74,6 +79,9 @@ class TrialRecord:
     def measured(self) -> bool:
         """Whether the trial came to its end."""
         return self.ending == "done"
+
+
+_RECORD = TypeAdapter(TrialRecord)
 
 
 class _Interrupted(Exception):
@@ -90,31 +98,39 @@ class Study(ABC):
     measures: ClassVar[str]
     """Name of the value in `--json`."""
     shared: ClassVar[bool]
-    """Whether several processes may run trials at once, and a killed trial continues; otherwise
-    it is repeated, and trials end as soon as they have their result."""
+    """Whether several processes may run trials at once."""
+    continues: ClassVar[bool]
+    """Whether a killed trial continues. Otherwise it is repeated from its first step."""
+    complete: ClassVar[bool]
+    """Whether trials run to their own end. Otherwise they are ended at step `end`."""
     columns: ClassVar[Mapping[str, Callable[[TrialRecord], str]]]
     """What a table of trials says of each."""
+    line: ClassVar[str]
+    """What is printed of a trial that ended: a template of the columns."""
+    fatal: ClassVar[Sequence[Sequence[str]]]
+    """Groups of endings: many trials that end in one of a group give the tuning up."""
     end: int
     """Step at which a trial has its result."""
 
     def __init__(self, request: TuneRequest, **identity: str) -> None:
         """`identity`: what all trials have in common besides the recipe, by what it is called.
 
-        Raises BackendUnavailable without Optuna, PlanError if the folder has another study.
+        Raises as `make_folder` and `_storage` do, PlanError if the folder has another study.
         """
         self.request = request
+        make_folder(request.folder)
         self.optuna = optional("optuna", "tune", "dmt tune: optuna")
+        self.failure = "no trial came to its end"  # why there is no best one after `run`
         self._running = (self.optuna.trial.TrialState.RUNNING,)
         self._interrupted: Callable[[], bool] = lambda: False
         self._on_end: Callable[[TrialRecord], None] = lambda _: None
-        self._identity = {"recipe": redact(dump_recipe(request.recipe)), **identity}
-        request.folder.mkdir(parents=True, exist_ok=True)
+        self._identity = {**identity, "recipe": redact(dump_recipe(request.recipe))}
         self.optuna.logging.set_verbosity(self.optuna.logging.ERROR)
-        with self._experimental():
-            self.study = self._open()
+        with self._storage():
+            self._open()
         self._before = set()
         if self.best() is None:  # what made them fail may have been removed since
-            self._before = {one.number for one in self.records() if one.ending in _FAILURES}
+            self._before = {one.number for one in self.records() if one.ending != "stopped"}
 
     @abstractmethod
     def left(self) -> int:
@@ -145,9 +161,10 @@ class Study(ABC):
 
     def run(self, on_end: Callable[[TrialRecord], None] = lambda _: None) -> bool:
         """Run the trials that are left; `on_end` gets each when it is recorded. False when a
-        signal ended the tuning early. Raises RunFailed when the first trials all fail."""
+        signal ended the tuning early. Ends with a `failure` when the first trials all fail.
+        Raises RunFailed if the study's storage cannot be used."""
         self._on_end = on_end
-        with StopSignals() as signals:
+        with StopSignals() as signals, self._storage():
             self._interrupted = lambda: bool(signals.stop_requested)
             while (left := self.left()) > 0:
                 if signals.stop_requested:
@@ -159,13 +176,15 @@ class Study(ABC):
                     self.study.optimize(self._objective, 1, catch=(_SaysNothing,))
                 except _Interrupted:
                     return False
-                self._give_up_if_none_succeeds()
+                self._drop_checkpoints()
+                if self._none_succeeds():
+                    break
         return True
 
     def records(self) -> list[TrialRecord]:
         """The last trial of all settings."""
         ended = [
-            TrialRecord(**one.user_attrs["record"])
+            _RECORD.validate_python(one.user_attrs["record"])
             for one in self.study.get_trials(deepcopy=False)
             if "record" in one.user_attrs and one.state.is_finished()
         ]
@@ -191,7 +210,6 @@ class Study(ABC):
     def _objective(self, trial: Any) -> float:
         """Run a trial; its value. TPE learns from a pruned trial that its point is bad, from a
         failed one nothing."""
-        former = self.best()
         settings = self.choose(trial)
         trial.set_user_attr("settings", settings)
         record = self._trained(trial, settings)
@@ -199,9 +217,8 @@ class Study(ABC):
             _retry(self.study, trial)
             raise _Interrupted
         trial.set_user_attr("record", asdict(record))
-        self._drop_checkpoints(record, former)
         self._on_end(record)
-        if record.ending in _FAILURES:
+        if record.ending in FAILURES:
             raise _SaysNothing
         if not record.measured or record.value is None:
             raise self.optuna.TrialPruned
@@ -222,9 +239,9 @@ class Study(ABC):
                     seen[step] = value
                     trial.report(value, step)
                     is_hopeless |= step < self.end and bool(trial.should_prune())
-            return is_hopeless or (not self.shared and max(seen, default=0) >= self.end)
+            return is_hopeless or (not self.complete and max(seen, default=0) >= self.end)
 
-        if not self.shared and folder.exists():  # of a tuning that was killed
+        if not self.continues and folder.exists():  # of a tuning that was killed
             wait_until_free(folder)
             shutil.rmtree(folder)
         request = self.request
@@ -233,86 +250,117 @@ class Study(ABC):
             hang_s=request.hang_s, interrupted=self._interrupted, options=request.options,
         )  # fmt: skip
         steps = max(seen, default=0)
-        ending, reason, value = str(result.ending), result.reason, seen.get(steps)
+        ending: RecordedEnding = result.ending
+        reason, value = result.reason, seen.get(steps)
         if ending == "stopped" and not is_hopeless:
             ending = "done"
+        elif ending == "stopped" and not self.shared and (best := self.best()):
+            reason = f"{(value or 0) / (best.value or 1):.2f} × the fastest after {steps} steps"
         if ending == "done" and value is None:
             ending, reason = "failed", f"it ended at step {result.step} with nothing measured"
-        elif ending == "done" and not math.isfinite(value or 0.0):
+        elif ending in ("done", "stopped") and not math.isfinite(value or 0.0):
             ending, reason = "diverged", f"{self.measures} is {value}"
         details = self.details(settings, value)
         return TrialRecord(
             number, settings, ending, reason, steps, value, result.memory_gib, details
         )
 
-    def _drop_checkpoints(self, record: TrialRecord, former: TrialRecord | None) -> None:
-        """Checkpoints are kept for the best trial only."""
-        dropped: TrialRecord | None = record
-        if record.measured and (former is None or (record.value or 0) < (former.value or 0)):
-            dropped = former
-        if dropped is not None:
-            folder = RunDirectory(trial_folder(self.request.folder, dropped.number))
-            for path in (folder.checkpoints, folder.export):
+    def _drop_checkpoints(self) -> None:
+        """Checkpoints are kept for the best trial only. Other processes may have ended trials
+        since the last call."""
+        best = self.best()
+        for one in self.records():
+            folder = RunDirectory(trial_folder(self.request.folder, one.number))
+            for path in (folder.checkpoints, folder.export) if one != best else ():
                 shutil.rmtree(path, ignore_errors=True)
 
     def _wait_for_others(self) -> None:
         """Other processes run the last trials, or were killed."""
         time.sleep(_POLL_S)
-        with self._experimental():
-            self.optuna.storages.fail_stale_trials(self.study)
+        self.optuna.storages.fail_stale_trials(self.study)
 
-    def _give_up_if_none_succeeds(self) -> None:
+    def _none_succeeds(self) -> bool:
+        """Whether the tuning is given up; `failure` says why."""
         records = self.counted()
         if any(one.ending in ("done", "stopped") for one in records):
-            return
-        failures = [one for one in records if one.ending in _FAILURES][-_MOST_FAILURES:]
-        reasons = {(one.ending, one.reason) for one in failures}
-        is_alike = len(failures) == _MOST_FAILURES and len(reasons) == 1
-        if is_alike or sum(one.ending == "refused" for one in records) >= _MOST_REFUSALS:
-            last = (failures or records)[-1]
-            raise RunFailed(
-                f"none of {len(records)} trials came to its end; one {last.ending}: "
-                f"{last.reason}",
-                fix=f"read {self.request.folder}/trials/*/launch.log; the same command tries "
-                "again",
-            )
+            return False
+        refused = [one for one in records if one.ending == "refused"]
+        groups = ([one for one in records if one.ending in group] for group in self.fatal)
+        failures = max(groups, key=len)
+        if len(failures) < _MOST_FAILURES and len(refused) < _MOST_REFUSALS:
+            return False
+        last = (failures or refused)[-1]
+        self.failure = (
+            f"none of {len(records)} trials came to its end; one {last.ending}: {last.reason}"
+        )
+        return True
 
-    def _open(self) -> Any:
+    def _open(self) -> None:
+        """Load or create the study, one process after the other: Optuna makes its tables."""
         file = self.request.folder / "study.db"
-        try:
-            storage = self.optuna.storages.RDBStorage(
-                f"sqlite:///{file.absolute()}",
-                heartbeat_interval=HEARTBEAT_S,
-                grace_period=GRACE_S,
-                heartbeat_stale_trial_callback=_retry,
-            )
-            study = self.optuna.create_study(
-                study_name="tune", storage=storage, load_if_exists=True
-            )
-        except Exception as error:  # whatever SQLAlchemy raises of a file
-            why = str(error).splitlines()[0][:200]
-            raise PlanError(
-                f"{file} is no study of Optuna: {why}", fix="--dir OTHER"
-            ) from error
+        with file.with_suffix(".lock").open("a") as lock:
+            with suppress(OSError):  # SQLite reports a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                storage = self.optuna.storages.RDBStorage(
+                    f"sqlite:///{file.absolute()}",
+                    heartbeat_interval=HEARTBEAT_S,
+                    grace_period=GRACE_S,
+                    heartbeat_stale_trial_callback=_retry,
+                )
+                self.study = self.optuna.create_study(
+                    study_name="tune", storage=storage, load_if_exists=True
+                )
+                if not self.study.user_attrs and not self.study.trials:
+                    self.study.set_user_attr("identity", self._identity)
+                identity = self.study.user_attrs["identity"]
+                self.records()  # raises for a malformed one
+            except Exception as error:  # whatever is raised of a file's content
+                if isinstance(_origin(error), sqlite3.OperationalError):
+                    raise  # it is locked, or the disk is full
+                why = str(_origin(error)).splitlines()[0][:200]
+                raise PlanError(
+                    f"{file} was not written by this version of DMT: {why}", fix="--dir OTHER"
+                ) from error
         for name, value in self._identity.items():
-            if study.user_attrs.get(name, value) != value:
+            if identity.get(name) != value:
                 raise PlanError(
                     f"{self.request.folder} has trials of another {name}",
                     fix="name another folder with --dir, or remove it",
                 )
-            study.set_user_attr(name, value)
         if not self.shared:  # what runs was killed
-            for trial in study.get_trials(states=self._running):
-                study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
-                _retry(study, trial)
-        return study
+            for trial in self.study.get_trials(states=self._running):
+                self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
+                _retry(self.study, trial)
 
     @contextmanager
-    def _experimental(self) -> Iterator[None]:
-        """Optuna warns that its heartbeats are experimental."""
+    def _storage(self) -> Iterator[None]:
+        """Raises RunFailed if the study cannot be read or written. Optuna's warning that its
+        heartbeats are experimental is not shown."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
-            yield
+            try:
+                yield
+            except Exception as error:
+                if isinstance(error, DmtError) or not isinstance(_origin(error), sqlite3.Error):
+                    raise
+                raise RunFailed(
+                    f"{self.request.folder}/study.db: {_origin(error)}",
+                    fix="end what locks it or free its disk; the same command continues",
+                ) from error
+
+
+def _origin(error: BaseException) -> BaseException:
+    """The error that others were raised for: Optuna and SQLAlchemy wrap those of SQLite."""
+    return error if error.__context__ is None else _origin(error.__context__)
+
+
+def make_folder(folder: Path) -> None:
+    """Raises BackendUnavailable without Optuna, PlanError if the folder is a file."""
+    optional("optuna", "tune", "dmt tune: optuna")
+    if folder.exists() and not folder.is_dir():
+        raise PlanError(f"--dir {folder} is a file", fix="name a folder with --dir")
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def trial_folder(tune_dir: Path, number: int) -> Path:

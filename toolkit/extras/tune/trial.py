@@ -58,8 +58,7 @@ def check_waits(recipe: Recipe) -> None:
         raise PlanError("parallel.outer is not for trials", fix=fix)
     if starts_locally(recipe) and recipe.cluster.nodes > 1:
         raise PlanError(
-            f"launch.launcher: {recipe.launch.launcher} hands its jobs over, and tuning "
-            "waits for each trial",
+            f"trials run on one machine, the recipe has {recipe.cluster.nodes} nodes",
             fix="tune one node: --set cluster.nodes=1",
         )
 

@@ -56,6 +56,7 @@ def write_tuned(
         with suppress(DmtError):
             if _plans_as(best, load_recipe(file), cluster):
                 return
+    searched(load_recipe(file), cluster)  # raises the recipe's own error, if it has one
     raise RunFailed(f"{file}: it is planned as another layout than {layout}")
 
 
