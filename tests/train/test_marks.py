@@ -159,6 +159,7 @@ def test_the_grace_of_a_rank_that_was_asked_to_stop(tmp_path):
         assert 0.5 < ranks.seconds_since_it_began() < SLEEP_S
         late = "within launch.grace_s (0.5 s) and were killed"
         assert ranks.error() == f"the ranks did not save and exit {late}"
+        assert '"retry": false' in ranks.run.events.read_text()
         assert "misbehave" in ranks.log(1)
 
 

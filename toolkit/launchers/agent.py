@@ -48,7 +48,6 @@ from toolkit.launchers.base import (
 )
 from toolkit.launchers.outcome import (
     USER_CODES,
-    failure_code,
     failure_reason,
     given_up,
     newest_step,
@@ -117,7 +116,9 @@ def _without_the_others(run: RunDirectory, offset: int, error: Exception) -> Out
         return Outcome(int(code))
     if cause := cause_of(run.path, offset):
         tell(f"error: the run has failed: {cause}")
-        return Outcome(failure_code(int(code or EXIT_FAILED)))
+        # A code that is never started again is that of the run, whichever rank ended last.
+        codes = [one.get("exit_code") for one in ends]
+        return Outcome(next((int(one) for one in codes if one in USER_CODES), EXIT_FAILED))
     tell(f"error: the machines did not meet: {type(error).__name__}: {error}")
     return Outcome(EXIT_FAILED)
 
@@ -126,7 +127,7 @@ def _handler(meeting: Meeting) -> Any:
     """The meeting as torch sees it. Its host knows itself by its name, or here by its address;
     of several agents there, the first one is the host."""
     parameters = _parameters(meeting)
-    if meeting.endpoint.rpartition(":")[0] != os.environ.get(NODE_ADDRESS):
+    if meeting.endpoint.rpartition(":")[0].strip("[]") != os.environ.get(NODE_ADDRESS):
         return get_rendezvous_handler(parameters)
     try:
         parameters.config["is_host"] = True
@@ -319,8 +320,7 @@ class Agent(SimpleElasticAgent):
             pause_s = 0.0 if self._several else pause_before(attempt)
             wait = "" if self._several else f", in {pause_s:g} s"
             tell(f"restart {attempt} of {most} from step {step}{wait}: {reason}")
-            # From `ended_at` on, the time belongs to the restart, including the pause and the
-            # check of the GPUs.
+            # From `ended_at` on, the time belongs to the restart, including the pause.
             fields = {"attempt": attempt, "reason": reason, "from_step": step}
             self._restart = {"time": ended_at, **fields}
             self._pause(pause_s, step)

@@ -906,7 +906,8 @@ class LaunchSection(Section):
     each. `slurm` and `kubernetes` hand a job to a scheduler and return."""
     max_restarts: Count = 0
     """How many times in a row a failed run is restarted from its last checkpoint. A newer
-    checkpoint resets the count; a user's mistake is never retried."""
+    checkpoint resets the count, except of machines lost under Ray; a user's mistake is never
+    retried."""
     hang_timeout_s: PositiveFloat = 1800.0
     """Seconds that one step, save or validation may take, the first step three times as long.
     Then each rank logs its stacks, and the run fails (and is restarted)."""

@@ -273,7 +273,7 @@ def _came_back_resized(recipe: Recipe, world: int) -> bool:
     elastic, cluster = recipe.launch.elastic, recipe.cluster
     if cluster.world_size == world:
         return False
-    nodes = world / cluster.gpus_per_node  # Ray starts as many ranks as have a GPU
+    nodes = world / cluster.gpus_per_node  # torchrun may start another number on each
     admitted = elastic and elastic.min_nodes <= nodes <= elastic.max_nodes
     return bool(admitted) or elastic_restarts() > 0
 

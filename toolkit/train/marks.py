@@ -259,9 +259,9 @@ class Marks:
             if grace_s is not None and not self._starting and self._watched.stop.reason:
                 self._stopping_s += beat_s
                 if self._stopping_s >= grace_s + _LAUNCHER_GRACE_S:
-                    self._end(
-                        *grace_over(grace_s, self._watched.run.path, self._watched.offset)
-                    )
+                    run, offset = self._watched.run.path, self._watched.offset
+                    # A launcher that was not asked itself takes this for a failure.
+                    self._end(*grace_over(grace_s, run, offset), retry=False)
 
     def _hangs(self) -> list[dict[str, Any]]:
         """The `hang` events of this start."""
@@ -312,14 +312,14 @@ class Marks:
         last_resort.daemon = True
         last_resort.start()
 
-    def _end(self, message: str, code: int = EXIT_FAILED) -> None:
+    def _end(self, message: str, code: int = EXIT_FAILED, **fields: Any) -> None:
         """Stacks, then the message: launchers show the end of the log."""
         try:
             self._end_within(_TELLING_S)
             self._dump()
             for file in dict.fromkeys((self._log, sys.stderr)):
                 tell(f"error: {message}", file)
-            self._write("end", exit_code=code, error=message)
+            self._write("end", exit_code=code, error=message, **fields)
         finally:
             os._exit(code)
 

@@ -2,9 +2,12 @@
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,16 +15,16 @@ from tests.launchers.watching import WarmProcess, alive
 from tests.processes import wait_until
 from toolkit.errors import BackendUnavailable
 from toolkit.extras.launchers import ray_driver, ray_job
-from toolkit.extras.launchers.ray_job import agents_log
-from toolkit.launchers.base import Job, LaunchSpec
+from toolkit.extras.launchers.ray_job import agent_log
+from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection
+from toolkit.recipe.schema import ClusterSection, LaunchSection, RaySection
 from toolkit.run.directory import RunDirectory
 
 _DRIVER = """
 import json, sys, time
 from pathlib import Path
-from toolkit.extras.launchers.ray_job import agents_log
+from toolkit.extras.launchers.ray_job import agent_log
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 run = RunDirectory(Path(json.loads(sys.argv[1])["run_dir"]))
@@ -34,18 +37,20 @@ def asked():
 """
 
 
-def launch(run: Path, does: str) -> int:
+def launch(run: Path, does: str, grace_s: float) -> int:
     """Launch a job whose driver does this; returns the exit code."""
     ray_job._DRIVER = ("-c", _DRIVER.format(does=does))
     ray_job._POLL_S, ray_job.ORPHAN_GRACE_S = 0.05, 0.3
-    (run / "launch").mkdir()
+    starter, section = ray_job.RayStarter(), LaunchSection(grace_s=grace_s or None)
+    spec = starter.spec(Job(run, ClusterSection(), section, recipe="name: tiny"))
+    spec.write_files()
     with StopSignals() as signals:
-        return ray_job.RayStarter().run(LaunchSpec((), run), signals).exit_code
+        return starter.run(spec, signals).exit_code
 
 
-def start(run: Path, does: str) -> WarmProcess:
+def start(run: Path, does: str, grace_s: float = 0) -> WarmProcess:
     here = f"Path({str(run / 'pid')!r}).write_text(str(__import__('os').getpid()))\n"
-    process = WarmProcess(run / "said", launch, run, here + does)
+    process = WarmProcess(run / "said", launch, run, here + does, grace_s)
     wait_until(lambda: (run / "pid").exists() and (run / "pid").read_text(), "the driver")
     return process
 
@@ -68,25 +73,69 @@ def test_a_request_to_stop_outlives_a_restart_of_the_ranks(tmp_path: Path) -> No
     assert not (tmp_path / "stop").exists()
 
 
-def test_ranks_that_train_may_save_as_long_as_they_need(tmp_path: Path) -> None:
-    does = "events.write('start'); asked(); time.sleep(1); sys.exit(75)"
-    process = start(tmp_path, does)
+@pytest.mark.parametrize(
+    ("does", "grace_s", "code"),
+    [
+        ("asked(); time.sleep(1); sys.exit(75)", 0, 75),
+        ("time.sleep(3600)", 1, 4),
+        ("events.write('failure'); time.sleep(3600)", 0, 75),
+    ],
+)
+def test_a_stop_after_a_start(tmp_path: Path, does: str, grace_s: float, code: int) -> None:
+    """Ranks may save as long as they need; those of a lost machine write no `end`."""
+    process = start(tmp_path, f"events.write('start'); {does}", grace_s)
     wait_until((tmp_path / "events.jsonl").exists, "the ranks")
     process.send_signal(signal.SIGTERM)
-    assert process.end()[0] == 75
+    assert process.end()[0] == code
 
 
 def test_what_the_agents_print_is_shown_once(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    agents_log(RunDirectory(tmp_path)).write_text("of an earlier launch\n")
-    does = "print('error: rank 1', file=agents_log(run).open('a'), flush=True); sys.exit(4)"
-    assert start(tmp_path, does).end() == (4, "error: rank 1\n")
+    agent_log(RunDirectory(tmp_path), 0).write_text("of an earlier launch\n")
+    printed = "print('error: rank', n, file=agent_log(run, n).open('a'))"
+    does = f"[{printed} for n in (0, 1)]; sys.exit(4)"
+    assert start(tmp_path, does).end() == (4, "error: rank 0\nerror: rank 1\n")
 
 
 def test_a_driver_that_is_killed_is_told(tmp_path: Path) -> None:
     does = "__import__('os').kill(__import__('os').getpid(), 9)"
     code, printed = start(tmp_path, does).end()
     assert (code, printed) == (4, "error: Ray's driver ended: killed by signal 9\n")
+
+
+def test_an_agent_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no threads of Ray, counts attempts as the first one does, and its death is one."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "fd00::7")
+    monkeypatch.setattr("ray.train.get_context", lambda: SimpleNamespace(get_world_rank=int))
+    rank_zero = "ray.train.collective.broadcast_from_rank_zero"
+    monkeypatch.setattr(rank_zero, lambda own: (own[0], own[1] + 2))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    (tmp_path / "events.jsonl").write_text('{"kind": "failure"}\n')
+    does = (
+        "import os, sys; env = os.environ.get; print(sys.argv[2], env('OMP_NUM_THREADS'), "
+        "env('DMT_ELASTIC_MEETING'), flush=True); os.kill(os.getpid(), 9)"
+    )
+    argv, run = [sys.executable, "-c", does], str(tmp_path)
+    config = {"argv": argv, "run_dir": run, "folder": run, "several": True, "offset": 0}
+    with pytest.raises(RuntimeError, match="killed by signal 9"):
+        ray_driver._agent({**config, "env": {}})
+    printed = agent_log(RunDirectory(tmp_path), 0).read_text()
+    assert re.fullmatch(r"launch\.rendezvous=\[fd00::7\]:\d+ None 3\n", printed)
+
+
+def test_an_agent_needs_all_its_gpus_on_one_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alive = {"Alive": True, "NodeManagerAddress": "node"}
+    monkeypatch.setattr("ray.init", lambda **_: None)
+    monkeypatch.setattr(
+        "ray.nodes", lambda: [{**alive, "Resources": {"GPU": n}} for n in (8, 4)]
+    )
+    launch = LaunchSection(ray=RaySection(address="auto"))
+    recipe: Any = SimpleNamespace(cluster=ClusterSection(gpus_per_node=6), launch=launch)
+    assert ray_driver._connected(recipe, "GPU", 2)
+    lacking = "waiting: 2 machine(s) must have 6 GPU(s) each, Ray has 8 at node, 4 at node\n"
+    assert capsys.readouterr().err == lacking
 
 
 def test_an_error_of_ray_is_one_line(

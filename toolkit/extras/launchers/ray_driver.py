@@ -17,7 +17,7 @@ from typing import Any
 
 from toolkit.errors import EXIT_FAILED, EXIT_UNAVAILABLE
 from toolkit.extras.launchers.ray import INSTALL
-from toolkit.extras.launchers.ray_job import agents_log
+from toolkit.extras.launchers.ray_job import agent_log, untold_end
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.base import NODE_ADDRESS, free_port, settings_here
 from toolkit.launchers.process import die_with_parent
@@ -25,6 +25,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset
+from toolkit.run.events import EventLog
 from toolkit.run.recorded import read_events
 from toolkit.text.redact import copy_to_log
 from toolkit.text.terminal import tell
@@ -56,7 +57,7 @@ def _train(given: Mapping[str, Any]) -> int:
     if elastic is not None:
         machines = (elastic.min_nodes, elastic.max_nodes)
     device = "CPU" if cluster.gpu == "cpu" else "GPU"
-    fewest = (cluster.nodes if elastic is None else elastic.min_nodes) * cluster.gpus_per_node
+    fewest = cluster.nodes if elastic is None else elastic.min_nodes
     if not _connected(recipe, device, fewest):
         return EXIT_UNAVAILABLE
     # Type checkers see the classes of Ray Train 1.
@@ -81,6 +82,7 @@ def _train(given: Mapping[str, Any]) -> int:
             name=run.path.name,
             storage_path=str(run.path / "launch" / "ray"),
             failure_config=FailureConfig(max_failures=recipe.launch.max_restarts),
+            callbacks=[_failures(run)],
         ),
     )
     try:
@@ -108,8 +110,21 @@ def _no_process_group() -> Any:
     return NoProcessGroup()
 
 
+def _failures(run: RunDirectory) -> Any:
+    """The callback that records lost agents, whose ranks cannot."""
+    from ray.train import UserCallback
+
+    class Failures(UserCallback):
+        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Any]) -> None:
+            del run_context
+            reason = _of_first(worker_exceptions)
+            EventLog(run.events).write("failure", exit_code=EXIT_FAILED, reason=reason)
+
+    return Failures()
+
+
 def _connected(recipe: Recipe, device: str, fewest: int) -> bool:
-    """Join or start Ray; report why it cannot run the `fewest` ranks."""
+    """Join or start Ray; report why it has no place for the `fewest` machines."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -125,30 +140,42 @@ def _connected(recipe: Recipe, device: str, fewest: int) -> bool:
         tell(f"error: no Ray at launch.ray.address {address}: {_first_line(error)}")
         tell("  fix: `ray start --head` there, or launch.ray.address: null")
         return False
-    there = int(ray.cluster_resources().get(device, 0))  # type: ignore[no-untyped-call]
-    lacking = f"{fewest} ranks need a {device} each, Ray has {there}"
-    if there < fewest and address is None:
+    each = recipe.cluster.gpus_per_node
+    there = [
+        (int(node["Resources"].get(device, 0)), node["NodeManagerAddress"])
+        for node in ray.nodes()  # type: ignore[no-untyped-call]
+        if node["Alive"]
+    ]
+    if sum(devices // each for devices, _ in there) >= fewest:
+        return True
+    found = ", ".join(f"{devices} at {node}" for devices, node in there)
+    lacking = f"{fewest} machine(s) must have {each} {device}(s) each, Ray has {found}"
+    if address is None:
         tell(f"error: {lacking}\n  fix: cluster.gpus_per_node as there are, or a Ray cluster")
         return False
-    if there < fewest:
-        tell(f"waiting: {lacking}")
+    tell(f"waiting: {lacking}")
     return True
 
 
 def _agent(config: dict[str, Any]) -> int:
     """One Ray Train worker: run `dmt launch` on this machine; returns its exit code."""
     import ray
+    from ray.train import get_context
     from ray.train.collective import broadcast_from_rank_zero
 
     run = RunDirectory(Path(config["run_dir"]))
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    meeting = broadcast_from_rank_zero(f"{address}:{free_port()}")
+    host = f"[{address}]" if ":" in address else address
+    kinds = [event["kind"] for event in read_events(run.events, config["offset"])]
+    before = max(kinds.count("start"), kinds.count("failure"))  # some die before their start
+    # The first agent's, for all: a shared disk may show them different events.
+    meeting, before = broadcast_from_rank_zero((f"{host}:{free_port()}", before))
     set_by_ray = ["--set", f"launch.rendezvous={meeting}"] if config["several"] else []
-    events = read_events(run.events, config["offset"])
-    before = sum(event["kind"] == "start" for event in events)
+    # Ray's own threads are those of one worker, not of a machine's ranks.
+    inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     process = subprocess.Popen(
         [*config["argv"], *set_by_ray],
-        env={**os.environ, **config["env"], MEETING: str(before), NODE_ADDRESS: address},
+        env={**inherited, **config["env"], MEETING: str(before), NODE_ADDRESS: address},
         cwd=config["folder"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -159,15 +186,23 @@ def _agent(config: dict[str, Any]) -> int:
     )
     printed: Any = process.stdout
     run.logs.mkdir(parents=True, exist_ok=True)
-    copy_to_log(printed, agents_log(run))
-    return process.wait()
+    with process:
+        copy_to_log(printed, agent_log(run, get_context().get_world_rank()))
+    if how := untold_end(process.returncode):
+        raise RuntimeError(f"dmt launch ended: {how}")  # Ray starts all agents again
+    return process.returncode
 
 
 def _cause(error: Any) -> str:
     """What Ray says about a failure, e.g. a machine that is gone."""
-    workers = getattr(error, "worker_failures", None) or {}
-    lines = [f"machine {number}: {_first_line(one)}" for number, one in sorted(workers.items())]
-    return lines[0] if lines else _first_line(getattr(error, "controller_failure", error))
+    if workers := getattr(error, "worker_failures", None):
+        return _of_first(workers)
+    return _first_line(getattr(error, "controller_failure", error))
+
+
+def _of_first(failures: Mapping[int, BaseException]) -> str:
+    number = min(failures)
+    return f"machine {number}: {_first_line(failures[number])}"
 
 
 def _first_line(error: BaseException) -> str:

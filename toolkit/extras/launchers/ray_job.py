@@ -30,13 +30,15 @@ from toolkit.launchers.process import (
     die_with_parent,
 )
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset, stopped_at
+from toolkit.run.ending import events_offset, grace_over, stopped_at
 from toolkit.run.recorded import read_events
 from toolkit.system.interpreter import python, safe_path
 from toolkit.text.terminal import tell
 
 _POLL_S = 1.0
 _DRIVER = ("-u", "-m", "toolkit.extras.launchers.ray_driver")
+_OF_RAY_TRAIN = ("ray", "fsspec", "pandas", "pyarrow", "pydantic", "requests")
+"""Modules without which `ray.train` cannot be imported, which takes seconds to try."""
 
 
 class RayStarter:
@@ -44,15 +46,19 @@ class RayStarter:
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return the command of each machine; see Starter."""
-        if importlib.util.find_spec("ray") is None:
+        missing = [one for one in _OF_RAY_TRAIN if importlib.util.find_spec(one) is None]
+        if missing:
+            needs = f"Ray Train, which needs {', '.join(missing)},"
+            what = "Ray" if "ray" in missing else needs
             raise BackendUnavailable(
-                "launch.launcher is ray: Ray is not installed", fix=INSTALL
+                f"launch.launcher is ray: {what} is not installed", fix=INSTALL
             )
         launch = (*DMT, "launch", str(job.recipe_file), "--run-dir", str(job.run_dir))
         return LaunchSpec(
             (*python(), "-u", *launch, "--launcher", "local"),
             job.run_dir,
             env={"PYTHONSAFEPATH": "1"} if safe_path() else {},
+            grace_s=job.grace_s,
             files={job.recipe_file: job.recipe},
         )
 
@@ -68,14 +74,13 @@ class _Watch:
         self._spec, self._signals = spec, signals
         self._run, self._offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
         self._run.stop.unlink(missing_ok=True)
-        self._log = agents_log(self._run)
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        self._shown = self._log.stat().st_size if self._log.exists() else 0
+        self._shown = {log: log.stat().st_size for log in self._logs()}
+        """Bytes of each log that were printed, or are of an earlier launch."""
         self._events: Sequence[Mapping[str, Any]] = ()
         """Of this launch, at the last look."""
         self._stopping = False
-        self._starting = Deadline()
-        """When ranks that were asked to stop and do not train are killed."""
+        self._saving, self._starting = Deadline(), Deadline()
+        """When ranks that were asked to stop, and those that do not train, are killed."""
 
     def outcome(self) -> Outcome:
         """Start the driver, wait for its end or end it."""
@@ -97,20 +102,25 @@ class _Watch:
 
     def _show(self) -> None:
         """Print what the agents have printed."""
-        with suppress(OSError), self._log.open("rb") as file:  # not there yet, say
-            file.seek(self._shown)
-            new = file.read()
-            self._shown += len(new)
-            print(new.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+        for log in self._logs():
+            with suppress(OSError), log.open("rb") as file:
+                file.seek(self._shown.get(log, 0))
+                new = file.read()
+                self._shown[log] = file.tell()
+                print(new.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+
+    def _logs(self) -> list[Path]:
+        return sorted(self._run.logs.glob(agent_log(self._run, "*").name))
 
     def _pass_on(self) -> Outcome | None:
-        """Ask the ranks to stop if that is requested; how the run ends without them. They keep
-        `launch.grace_s` themselves."""
+        """Ask the ranks to stop if that is requested; how the run ends without them."""
         if not self._signals.stop_requested:
             return None
         if not self._stopping:
             self._stopping = True
             tell(STOPPING)
+            # Ranks keep `launch.grace_s` themselves, but not those of a lost machine.
+            self._saving.start(self._spec.grace_s + ORPHAN_GRACE_S)
         with suppress(OSError):  # rank 0 removes it, and may be started again after that
             self._run.stop.touch()
         with suppress(OSError):  # of a shared disk; the next look may do better
@@ -118,7 +128,11 @@ class _Watch:
         if self._signals.kill_requested:
             tell("error: the ranks were killed, as requested")
             return Outcome(EXIT_FAILED if stopped_at(self._events) is None else EXIT_RESUMABLE)
-        lives = [event["kind"] for event in self._events if event["kind"] in ("start", "end")]
+        if self._saving.passed:
+            message, code = grace_over(self._spec.grace_s, self._run.path, self._offset)
+            tell(f"error: {message}")
+            return Outcome(code)
+        lives = [e["kind"] for e in self._events if e["kind"] in ("start", "end", "failure")]
         if lives[-1:] != ["start"]:  # otherwise they may save as long as they need
             self._starting.start(ORPHAN_GRACE_S)
             if self._starting.passed:
@@ -129,11 +143,17 @@ class _Watch:
 
 def _ended(code: int) -> Outcome:
     """How a run ended whose driver ended with this code, that of the first agent or its own."""
-    if code in (EXIT_DONE, EXIT_RESUMABLE, EXIT_FAILED, *USER_CODES):  # which it has told
-        return Outcome(code)
-    how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-    tell(f"error: Ray's driver ended: {how}")
-    return Outcome(EXIT_FAILED)
+    if how := untold_end(code):
+        tell(f"error: Ray's driver ended: {how}")
+        return Outcome(EXIT_FAILED)
+    return Outcome(code)
+
+
+def untold_end(code: int) -> str:
+    """How a process ended that has not told it; empty if the code is one of errors.py."""
+    if code in (EXIT_DONE, EXIT_RESUMABLE, EXIT_FAILED, *USER_CODES):
+        return ""
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _start(spec: LaunchSpec) -> "subprocess.Popen[bytes]":
@@ -157,6 +177,6 @@ def _end(driver: "subprocess.Popen[bytes]", grace_s: float) -> None:
     driver.wait()
 
 
-def agents_log(run: RunDirectory) -> Path:
-    """The file with what the agents print, rank 0 included."""
-    return run.logs / "ray.log"
+def agent_log(run: RunDirectory, machine: int | str) -> Path:
+    """The file with what one machine's agent prints, rank 0 included."""
+    return run.logs / f"ray-{machine}.log"
