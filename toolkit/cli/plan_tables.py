@@ -30,7 +30,7 @@ def strategies(found: Search, shown: Sequence[Candidate]) -> Table[Candidate]:
         "zero": lambda one: f"{one.layout.zero_stage}{_offloaded(one.layout)}",
         "recompute": lambda one: str(one.layout.recompute),
         "micro": lambda one: str(one.layout.micro_batch),
-        "GiB": lambda one: f"{one.memory_gib:.1f}{_tight(found, one)}",
+        "GiB": lambda one: f"{_gib(one.memory_gib)}{_tight(found, one)}",
         "step": lambda one: seconds(one.step_s or 0.0),
         "slower": lambda one: "" if one is found.best else _slower(one, best_s),
     }
@@ -41,8 +41,13 @@ def _degree(name: str, candidate: Candidate) -> str:
     return str(getattr(candidate.layout, name))
 
 
+def _gib(memory_gib: float) -> str:
+    return f"{memory_gib:.1f}" if memory_gib >= 1 else f"{memory_gib:.2g}"
+
+
 def _slower(one: Candidate, than_s: float) -> str:
-    return f"{round((one.step_s or 0.0) / than_s - 1, 3) + 0.0:+.1%}"  # no -0.0%
+    share = round((one.step_s or 0.0) / than_s - 1, 3)
+    return f"{share:+.1%}" if share else "same"
 
 
 def alternatives(found: Search) -> Iterator[Text]:
@@ -52,7 +57,7 @@ def alternatives(found: Search) -> Iterator[Text]:
         {
             "if the recipe stated": lambda one: one.options.removeprefix("--set "),
             "the plan": lambda one: one.room,
-            "GiB": lambda one: f"{one.best.memory_gib:.1f}",
+            "GiB": lambda one: _gib(one.best.memory_gib),
             "step": lambda one: "-" if one.best.step_s is None else seconds(one.best.step_s),
             "slower": lambda one: (
                 _slower(one.best, found.best.step_s or 1.0)
@@ -143,7 +148,7 @@ def _or_dash(value: Value | None, text: Callable[[Value], str]) -> str:
 
 
 def _needed(one: Planned) -> str:
-    need = _or_dash(one.plan.memory_gib, "{:.1f}".format)
+    need = _or_dash(one.plan.memory_gib, _gib)
     found = one.search
     return need + (_tight(found, found.best) if found.fits else " too much")
 

@@ -1,9 +1,8 @@
 """`dmt recipes`: the shipped recipes, a row for each size of model, the smallest first."""
 
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from textwrap import wrap
+from textwrap import TextWrapper
 from typing import get_args
 
 from toolkit.cli.output import columns
@@ -15,6 +14,7 @@ from toolkit.text.terminal import tell
 from toolkit.text.units import human
 
 _TASKS = get_args(Task)
+_WRAPPER = TextWrapper(80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def recipes() -> None:
@@ -28,20 +28,14 @@ def recipes() -> None:
     listed = {f"{size}-{task}" for size, tasks in sizes.items() for task in tasks}
     others = [name for name in shipped_recipes() if name not in listed]
     lines = [
-        *_wrapped("for 2 processes of this machine", filter(is_tiny, others)),
+        _WRAPPER.fill(f"for 2 processes of this machine: {', '.join(filter(is_tiny, others))}"),
         "",
         *columns(table, left=len(table[0])),
         "",
-        *_wrapped("longer rows", (one for one in others if not is_tiny(one))),
-        "a recipe: `dmt plan SIZE-TASK`",
-        "others: `dmt init SIZE --task TASK --cluster CLUSTER`",
+        _WRAPPER.fill(f"longer rows: {', '.join(one for one in others if not is_tiny(one))}"),
+        "`dmt plan SIZE-TASK`; others: `dmt init SIZE --task TASK --cluster CLUSTER`",
     ]
     tell("\n".join(lines), sys.stdout)
-
-
-def _wrapped(label: str, names: Iterable[str]) -> list[str]:
-    text = f"{label}: {', '.join(names)}"
-    return wrap(text, 80, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _row(size: str, tasks: dict[str, Path]) -> tuple[int, list[str]]:

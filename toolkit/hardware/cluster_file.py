@@ -97,11 +97,7 @@ def load_cluster(path: Path) -> Cluster:
         problems += explain(error, root, ClusterFile)
     problems += _disagreeing(root)
     if problems:
-        # A number that YAML lacks is also reported as nothing: the first report says more.
-        first: dict[tuple[str, int], Problem] = {}
-        for problem in problems:
-            first.setdefault((problem.key, problem.line), problem)
-        raise RecipeError([*first.values()])
+        raise RecipeError(list({(one.key, one.line): one for one in problems}.values()))
     return _cluster(stated)
 
 

@@ -281,11 +281,8 @@ def _as_fast(by_time: Iterable[Candidate], within: float) -> list[Candidate]:
 
 
 def _by_time(every: Iterable[PartialLayout], cluster: Cluster) -> Iterator[Candidate]:
-    """Layouts that fit, fastest first.
-
-    A partial layout waits with each micro batch's time without recompute, which none of its
-    layouts is faster than. When it is next, the layouts that fit wait in its place.
-    """
+    """Layouts that fit, fastest first. Until one can be next, its partial layout and its micro
+    batch wait in its place, with their time without recompute, which is the least."""
     number = count()  # equally fast ones stay in order
     waiting: list[tuple[float, int, PartialLayout | Candidate, int]] = []
     for partial in every:

@@ -103,8 +103,7 @@ def read_lines(
 
 
 def read_record(path: Path, *, with_environment: bool = False) -> RunRecord:
-    """Read a run directory, with the environment if runs are compared. Raises DataError for a
-    folder that is none."""
+    """Read a run directory. Raises DataError for a folder that is none."""
     run = require_run(path)
     record = RunRecord(run)
     record.events = read_lines(run.events, record.missing, valid_event)
