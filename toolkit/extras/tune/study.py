@@ -161,8 +161,7 @@ class Study(ABC):
 
     def run(self, on_end: Callable[[TrialRecord], None] = lambda _: None) -> bool:
         """Run the trials that are left; `on_end` gets each when it is recorded. False when a
-        signal ended the tuning early. Ends with a `failure` when the first trials all fail.
-        Raises RunFailed if the study's storage cannot be used."""
+        signal ended it early. `failure` says why it was given up. Raises as `_storage` does."""
         self._on_end = on_end
         with StopSignals() as signals, self._storage():
             self._interrupted = lambda: bool(signals.stop_requested)
@@ -170,7 +169,8 @@ class Study(ABC):
                 if signals.stop_requested:
                     return False
                 if left <= len(self.study.get_trials(states=self._running)):
-                    self._wait_for_others()
+                    time.sleep(_POLL_S)  # others run the last trials, or were killed
+                    self.optuna.storages.fail_stale_trials(self.study)
                     continue
                 try:
                     self.study.optimize(self._objective, 1, catch=(_SaysNothing,))
@@ -273,11 +273,6 @@ class Study(ABC):
             folder = RunDirectory(trial_folder(self.request.folder, one.number))
             for path in (folder.checkpoints, folder.export) if one != best else ():
                 shutil.rmtree(path, ignore_errors=True)
-
-    def _wait_for_others(self) -> None:
-        """Other processes run the last trials, or were killed."""
-        time.sleep(_POLL_S)
-        self.optuna.storages.fail_stale_trials(self.study)
 
     def _none_succeeds(self) -> bool:
         """Whether the tuning is given up; `failure` says why."""
