@@ -28,7 +28,7 @@ def test_one_list_of_names() -> None:
     stub = ast.parse((ROOT / "toolkit" / "__init__.pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     typed = [str(name.asname) for node in imports for name in node.names]
-    page = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     _, _, page = page.partition("## Python API")
     assert toolkit.__all__ == sorted(typed) == NAMES
     assert sorted(re.findall(r"^\| `(\w+)", page, re.MULTILINE)) == sorted(NAMES)

@@ -126,8 +126,8 @@ def test_commands_in_an_empty_folder(installed: Installed) -> None:
 
 
 def test_the_python_api(installed: Installed) -> None:
-    """The example of docs/accelerate.md: plans, rehearses and trains the tiny recipe."""
-    page = (ROOT / "docs" / "accelerate.md").read_text(encoding="utf-8")
+    """The example of docs/commands.md: plans, rehearses and trains the tiny recipe."""
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     _, _, page = page.partition("## Python API")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     steps = '"training.steps=30"'
