@@ -72,7 +72,7 @@ def test_killed_twice_at_random(trials: int, tmp_path: Path) -> None:
         command.end(-signal.SIGKILL)
     found = {one["number"]: one for one in answer["trials"]}
     assert len(found) == trials and sorted(found) == [*folders()]
-    done = [number for number, one in found.items() if one["ending"] == "done"]
+    done = sorted(number for number, one in found.items() if one["ending"] == "done")
     assert {one["ending"] for one in found.values()} <= {"done", "stopped"} and done
     assert [number for number in ended() if number in done] == done, "run once, each"
     for number in done:
