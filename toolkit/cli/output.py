@@ -44,8 +44,9 @@ def output(
     Then exit with the code, if it is not 0.
     """
     if as_json:
-        text = json.dumps(plain(data), default=lambda one: plain(asdict(one)), allow_nan=False)
-        typer.echo(text)
+        typer.echo(
+            json.dumps(plain(data), default=lambda one: plain(asdict(one)), allow_nan=False)
+        )
     else:
         show(lines, wrap=wrap)
     if exit_code != EXIT_DONE:
