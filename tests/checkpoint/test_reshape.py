@@ -185,13 +185,18 @@ def named(feature: str, cases: list[Case]) -> dict[str, tuple[int, Case]]:
     return {f"{feature} {number}": (2, case) for number, case in enumerate(cases)}
 
 
+def continued(folder: Path, layouts: Any, pairs: list[tuple[str, str]]) -> Any:
+    """How each layout went on unbroken, once `pairs` and each layout itself have continued."""
+    found = write_all(folder, layouts)
+    check(folder, found, layouts, pairs + [(name, name) for name in layouts])
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_some_pairs_of_features(tmp_path: Path, feature: str) -> None:
     layouts = named(feature, FEATURES[feature])
-    unbroken = [(name, name) for name in layouts]
-    found = write_all(tmp_path, layouts)
-    check(tmp_path, found, layouts, around(layouts) + unbroken)
+    found = continued(tmp_path, layouts, around(layouts))
     if "adapters" not in feature:  # test_lora.py exports those
         check_exports(tmp_path, found, layouts)
 
@@ -200,9 +205,7 @@ def test_some_pairs_of_features(tmp_path: Path, feature: str) -> None:
 @pytest.mark.parametrize("feature", TO_THE_BIT)
 def test_in_the_same_layout(tmp_path: Path, feature: str) -> None:
     layouts = named(feature, TO_THE_BIT[feature])
-    unbroken = [(name, name) for name in layouts]
-    found = write_all(tmp_path, layouts)
-    check(tmp_path, found, layouts, unbroken)
+    found = continued(tmp_path, layouts, [])
     if feature not in WITHOUT:
         return
     plain = named(feature, each(TO_THE_BIT[feature], **WITHOUT[feature]))

@@ -14,7 +14,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import Assignment
 
 EXPANDABLE = "expandable_segments:True"
-"""Expandable segments of GPU memory avoid fragmentation (docs/engines.md)."""
+"""Expandable segments of GPU memory avoid fragmentation (docs/cluster.md)."""
 EXACT_PINNED = "pinned_max_round_threshold_mb:1"
 """torch rounds pinned buffers, a rank's copy of its training state, up to powers of two: only
 those below 1 MiB now."""

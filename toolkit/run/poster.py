@@ -188,18 +188,19 @@ class TrackerThread:
         tracker = start(self._run, self._run_name, self._settings, posted.run_id)
         posted = replace(posted, run_id=tracker.run_id)
         posted.save(file)
-        rows, last = _Rows(self._run), False
-        while not last:
-            last = self.ended.wait(_POLL_S)
-            posted.save(file)  # of the last poll
+        rows, exit_code = _Rows(self._run), None
+        while exit_code is None:
+            ended = self.ended.wait(_POLL_S)
+            posted.save(file)  # of the last poll, whose rows are stored by now
+            exit_code = _exit_code(self._run.events) if ended else None
             # Another start may add a validation to the newest step of one that did not finish.
-            done = last and _exit_code(self._run.events) == EXIT_DONE
-            for step, row in rows.new(posted, newest=done or tracker.adds_to_rows):
+            newest = exit_code == EXIT_DONE or tracker.adds_to_rows
+            for step, row in rows.new(posted, newest=newest):
                 tracker.log(row, step)
                 posted = posted.with_row(step, row)
                 if tracker.stores_at_once:
                     posted.save(file)
-        tracker.finish(_exit_code(self._run.events))
+        tracker.finish(exit_code)
         posted.save(file)
 
 
