@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import PlanError
-from toolkit.hardware.catalogue import GPUS, link
-from toolkit.hardware.cluster import default_cluster, usual_gpus_per_node
 from toolkit.layout import CostPrecision, Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec, ParameterCounts
 from toolkit.plan.cost.memory import peak_memory, stage_memory
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.estimate import Setup, estimate, result
+from toolkit.plan.hardware.catalogue import GPUS, link
+from toolkit.plan.hardware.cluster import default_cluster, usual_gpus_per_node
 from toolkit.text.units import GIB
 
 SHAPE = ("layers", "hidden", "heads", "vocab", "seq")

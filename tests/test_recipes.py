@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.dmt import Dmt
-from toolkit.hardware.catalogue import gpu
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import attention, model_spec
 from toolkit.models.model import check_config
+from toolkit.plan.hardware.catalogue import gpu
 from toolkit.recipe.places import shipped_recipes
 from toolkit.recipe.schema import Recipe, RowsSource
 

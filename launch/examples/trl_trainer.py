@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
 from toolkit.accelerate import training_arguments
-from toolkit.adapters.huggingface import peft_config
-from toolkit.adapters.lora import Lora
 from toolkit.data.files import cache_folder
 from toolkit.data.records import open_records
 from toolkit.data.tokenizers import load_tokenizer, stated_template
 from toolkit.engines.distributed import end_process
 from toolkit.errors import DmtError, PlanError
 from toolkit.intake.load import load_recipe
+from toolkit.models.adapters.huggingface import peft_config
+from toolkit.models.adapters.lora import Lora
 from toolkit.models.huggingface import build_config, snapshot_folder
 from toolkit.recipe.schema import DpoSection, Recipe
 

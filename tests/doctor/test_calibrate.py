@@ -25,7 +25,7 @@ from toolkit.doctor.calibrate import (
 )
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.hardware.cluster_file import load_cluster
+from toolkit.plan.hardware.cluster_file import load_cluster
 from toolkit.text.generated import check_out
 
 SPEEDS = Speeds(

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from toolkit.adapters.lora import lora_of
-from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.backend import BACKENDS
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES
@@ -31,6 +29,8 @@ from toolkit.engines.distributed import Ranks, join, leave
 from toolkit.engines.setup import EngineSetup
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.lora import lora_of
+from toolkit.models.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.models.weights import WeightSource, is_correction_bias
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe

@@ -16,12 +16,12 @@ from tests.engines.small import ACTIVATIONS, batch, saved_bytes, small_model
 from tests.forked import run_ranks
 from tests.models.configs import CONFIGS
 from tests.triton_cpu import compile_only, interpret
-from toolkit.adapters.huggingface import inject
-from toolkit.adapters.lora import lora_of
 from toolkit.errors import BackendUnavailable
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models import liger
+from toolkit.models.adapters.huggingface import inject
+from toolkit.models.adapters.lora import lora_of
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.layer import layer_activations
 from toolkit.plan.cost.workload import Workload

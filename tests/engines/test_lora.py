@@ -21,11 +21,11 @@ from tests.engines.lora_worker import (
 )
 from tests.engines.parity_worker import Case, each_case
 from tests.forked import call_ranks
-from toolkit.adapters.huggingface import peft_config
 from toolkit.checkpoint import export_adapters
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.errors import CheckpointError
+from toolkit.models.adapters.huggingface import peft_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 """What PEFT reads."""

@@ -11,7 +11,7 @@ from tests.launchers.hostile import HOSTILE, RECIPE, refused_at_check
 from tests.processes import HANG_S
 from toolkit.errors import DmtError
 from toolkit.intake.load import load_recipe
-from toolkit.launcher import LAUNCHERS
+from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import Job, starter
 from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import ClusterSection, LaunchSection, Recipe, SlurmSection

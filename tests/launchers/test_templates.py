@@ -2,8 +2,7 @@
 
 import pytest
 
-from toolkit.launcher import LAUNCHERS
-from toolkit.launchers import job
+from toolkit.launchers import LAUNCHERS, job
 from toolkit.launchers.templates import ROOT, example
 
 

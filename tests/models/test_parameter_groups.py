@@ -6,9 +6,9 @@ import pytest
 from torch import nn
 
 from tests.plan.making import TINY, intent, recipe
-from toolkit.adapters.lora import trained_tensors
 from toolkit.engines.optimizer import parameter_groups
 from toolkit.errors import RecipeError
+from toolkit.models.adapters.lora import trained_tensors
 from toolkit.models.parameter_groups import (
     in_small_model,
     multipliers,

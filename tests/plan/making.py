@@ -4,8 +4,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
+from toolkit.plan.hardware.cluster import Cluster, parse_cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, plan_recipe
 from toolkit.plan.request import PlanRequest

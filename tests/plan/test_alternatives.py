@@ -11,9 +11,9 @@ import pytest
 
 from tests.plan.making import MIXTRAL, RECIPES, found, llama_8b, on, recipe, tiny
 from toolkit.errors import PlanError, RecipeError
-from toolkit.hardware.cluster import parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.alternatives import Alternative, over, remedies, what_if
+from toolkit.plan.hardware.cluster import parse_cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, placed_on, plan_of, plan_recipe, settled
 from toolkit.plan.reasons import reasons

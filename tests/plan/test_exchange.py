@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Exchange, Layout
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.layer import layer_activations
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.hardware.cluster import parse_cluster
 
 TOKENS, HIDDEN, KEYS = 8192, 1024, 256
 """Of a row; elements of a token's queries, and of its keys."""

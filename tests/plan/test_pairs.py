@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from tests.plan.making import recipe
-from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout, Pair
 from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import workload_of
+from toolkit.plan.hardware.cluster import parse_cluster
 from toolkit.plan.request import PlanRequest
 
 H100 = parse_cluster("8x8xh100-80gb")

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from tests.plan.making import LLAMA_8B, TINY, llama_8b, recipe
 from toolkit.errors import PlanError, RecipeError
-from toolkit.hardware.catalogue import link
-from toolkit.hardware.cluster import default_cluster
 from toolkit.layout import Pair
 from toolkit.models.families import model_spec
 from toolkit.models.hub import ShapeUnknown, model_config
+from toolkit.plan.hardware.catalogue import link
+from toolkit.plan.hardware.cluster import default_cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules import legality

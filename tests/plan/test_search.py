@@ -23,13 +23,13 @@ from tests.plan.making import (
     tiny,
 )
 from toolkit.errors import PlanError, RecipeError
-from toolkit.hardware.cluster import Cluster, parse_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.models.hub import model_config
 from toolkit.plan.alternatives import over
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import workload_of
+from toolkit.plan.hardware.cluster import Cluster, parse_cluster
 from toolkit.plan.planner import explore, plan_recipe
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import kernels

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from toolkit.hardware.cluster import parse_cluster
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.efficiency import TABLE
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.estimate import Setup, derivations, estimate, memory_parts
+from toolkit.plan.hardware.cluster import parse_cluster
 from toolkit.text.units import GIB
 
 CONFIG = {

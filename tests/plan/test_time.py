@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from toolkit.errors import PlanError
-from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
@@ -20,6 +19,7 @@ from toolkit.plan.cost.time import StepTime, step_time
 from toolkit.plan.cost.traffic import PlacedLayout
 from toolkit.plan.cost.update import host_copies
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.hardware.cluster import Cluster, default_cluster, parse_cluster
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> ModelSpec:

@@ -19,12 +19,12 @@ from safetensors.numpy import save_file
 from tests.dmt import Dmt
 from toolkit.cli.main import main
 from toolkit.data.tokenizers import byte_tokenizer
-from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.checks import steps_with
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
 from toolkit.models.hub import download_file
 from toolkit.plan.estimate import estimate_plan
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.places import shipped_recipes
 from toolkit.recipe.schema import ParallelSection, Recipe

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.hardware.cluster import Basis, parse_cluster
-from toolkit.hardware.cluster_file import load_cluster
+from toolkit.plan.hardware.cluster import Basis, parse_cluster
+from toolkit.plan.hardware.cluster_file import load_cluster
 from toolkit.run.comparison import (
     Prediction,
     RunMeasurement,

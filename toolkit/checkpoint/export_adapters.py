@@ -10,15 +10,15 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from toolkit.adapters.huggingface import peft_config
-from toolkit.adapters.lora import PEFT_PREFIX, PEFT_WEIGHTS, Lora
-from toolkit.adapters.weights import fingerprint
 from toolkit.checkpoint.checkpoints import locate
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights, pieces
 from toolkit.checkpoint.shards import whole_block
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.huggingface import peft_config
+from toolkit.models.adapters.lora import PEFT_PREFIX, PEFT_WEIGHTS, Lora
+from toolkit.models.adapters.weights import fingerprint
 from toolkit.models.safetensors import TensorToWrite, write_file
 from toolkit.models.weights import WeightSource, checkpoint_names
 from toolkit.recipe.schema import AdapterSection, ModelSection

@@ -7,15 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from toolkit.adapters.huggingface import inject
-from toolkit.adapters.lora import PEFT_WEIGHTS
-from toolkit.adapters.weights import AdaptedWeights
 from toolkit.checkpoint.export import check_complete, exported_dtype
 from toolkit.checkpoint.export_adapters import base_weights, saved_lora
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState, SavedWeights
 from toolkit.errors import RunFailed
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.huggingface import inject
+from toolkit.models.adapters.lora import PEFT_WEIGHTS
+from toolkit.models.adapters.weights import AdaptedWeights
 
 SEQUENCES, LENGTH = 2, 32
 """Random tokens that both models read."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from toolkit.errors import EXIT_USER_ERROR, PlanError
-from toolkit.hardware.cluster_file import find_cluster
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.starter.draft import Task, shipped_sizes
 from toolkit.starter.text import starter
 from toolkit.text.redact import redact

@@ -8,7 +8,7 @@ import typer
 
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir
 from toolkit.intake.load import load_recipe
-from toolkit.launcher import LAUNCHERS, listed
+from toolkit.launchers import LAUNCHERS, listed
 from toolkit.launchers.launching import Origin, launch_recipe
 from toolkit.run.events import process_age_s
 from toolkit.text.terminal import survive_lost_output, tell

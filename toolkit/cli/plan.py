@@ -15,8 +15,6 @@ from toolkit.cli.bars import memory_lines, side_by_side, time_lines
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_USER_ERROR, PlanError
-from toolkit.hardware.cluster import Cluster
-from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.alternatives import over, what_if
 from toolkit.plan.cost.workload import workload_of
@@ -28,6 +26,8 @@ from toolkit.plan.estimate import (
     estimate,
     machine_output,
 )
+from toolkit.plan.hardware.cluster import Cluster
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.ledger import Kind, LedgerEntry
 from toolkit.plan.planned import Planned, plan_recipe
 from toolkit.plan.reasons import why

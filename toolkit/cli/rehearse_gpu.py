@@ -10,10 +10,10 @@ from rich.text import Text
 from toolkit.cli.bars import bars, count_progress
 from toolkit.cli.output import Line, Table, output
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, Problem, RecipeError
-from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.dimensions import layout_text
 from toolkit.plan.estimate import memory_parts
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.rehearse.gpu.dress import DressRehearsal, RehearsedRank
 from toolkit.run.assignment import decide
 from toolkit.text.units import GIB, size

@@ -12,7 +12,7 @@ from toolkit.cli.options import Overrides, RecipePath
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.foreign import accelerate_file
 from toolkit.intake.load import load_recipe
-from toolkit.launcher import LAUNCHERS
+from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import starter
 from toolkit.launchers.job import job_of
 from toolkit.plan.plan import Plan

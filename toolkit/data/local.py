@@ -31,7 +31,7 @@ from toolkit.data.tokenizers import (
     stated_template,
 )
 from toolkit.errors import BackendUnavailable, DataError, PlanError, Problem
-from toolkit.launcher import LAUNCHERS
+from toolkit.launchers import LAUNCHERS
 from toolkit.models.hub import model_config
 from toolkit.models.model import check_config, read
 from toolkit.models.safetensors import INDEX, SINGLE, SafetensorsFolder

@@ -15,10 +15,10 @@ import torch
 
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError, RunFailed
-from toolkit.hardware.catalogue import GIGA, GPUS, TERA
 from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
+from toolkit.plan.hardware.catalogue import GIGA, GPUS, TERA
 from toolkit.recipe.schema import ClusterSection
 from toolkit.text.terminal import tell
 from toolkit.text.units import GIB

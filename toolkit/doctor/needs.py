@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 from toolkit.backend import BACKENDS
 from toolkit.data.remote import PACKAGES
-from toolkit.launcher import LAUNCHERS
+from toolkit.launchers import LAUNCHERS
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource

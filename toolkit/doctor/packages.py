@@ -19,7 +19,7 @@ from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import Needs
 from toolkit.doctor.probe import ask_python, is_installed
-from toolkit.launcher import LAUNCHERS
+from toolkit.launchers import LAUNCHERS
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.run.trackers import TRACKERS
 from toolkit.system.install import NAME, plain, source

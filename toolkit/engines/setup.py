@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from toolkit.adapters.lora import Lora, lora_of
 from toolkit.batch import MicroBatch
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
 from toolkit.layout import AttentionKernel, Fp8Scaling, Layout, ModelName
+from toolkit.models.adapters.lora import Lora, lora_of
 from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
 from toolkit.models.routers import balance_problems

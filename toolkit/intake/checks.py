@@ -10,18 +10,18 @@ from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.intake.batch_ramp import ramp_problems
 from toolkit.intake.outer import outer_problems
 from toolkit.intake.sources import blend_problems
 from toolkit.intake.stages import stage_problems
 from toolkit.intake.validation import following_problems
-from toolkit.launcher import LAUNCHERS, listed
+from toolkit.launchers import LAUNCHERS, listed
 from toolkit.models.families.arguments import frequencies_limit, rope_type_of
 from toolkit.models.model import check_config, read
 from toolkit.models.routers import balance_problems
 from toolkit.models.types import NOT_INITIALISED
 from toolkit.objectives import OBJECTIVES
+from toolkit.plan.hardware.catalogue import Gpu, accelerator
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality
 from toolkit.plan.rules import models as model_rules

@@ -7,10 +7,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from toolkit.errors import Problem, RecipeError
-from toolkit.hardware.cluster import Cluster
-from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.checks import broken_rules
 from toolkit.intake.layers import merge, read_layers
+from toolkit.plan.hardware.cluster import Cluster
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.recipe.explain import MAX_PROBLEMS, UNKNOWN_KEY, explain
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_text import WHOLE_FILE, Stated, dotted, parts_of

@@ -1,6 +1,55 @@
-"""The launchers of the core: what each needs and reads. What starts ranks is next to this."""
+"""The light half of each launcher: everything except starting ranks.
 
-from toolkit.launcher import Launcher, Program
+Schema, checks, doctor and rendering use a `Launcher` and never compare launchers' names. The
+other half, a `Starter` (launchers/base.py), is imported when ranks are started.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from toolkit.registry import Registry
+
+
+class Program(NamedTuple):
+    """A program that `dmt doctor` looks for."""
+
+    name: str
+    install: str
+    """How to get it."""
+    use: str = ""
+    """The setting that needs it; empty if every run does."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """What a launcher needs and reads; the defaults are those of one that starts ranks on this
+    machine."""
+
+    name: str
+    starter: str
+    """`module:class` of its `Starter`."""
+    here: bool = True
+    """Whether the ranks start on this machine, not on machines that a scheduler chooses."""
+    elastic: bool = False
+    """Whether it continues on the remaining machines, and takes in new ones
+    (`launch.elastic`)."""
+    same_files: bool = True
+    """Whether the ranks have this machine's files, which can then be checked here."""
+    renders: bool = False
+    """Whether its last file is a job, which `dmt render --to NAME` prints."""
+    example: tuple[str, ...] = ()
+    """What is set for the example of such a job in `launch/`; empty: there is none."""
+    packages: Mapping[str, str] = field(default_factory=dict)
+    """Distributions that it needs, as `pip install` takes them, and the module of each."""
+    programs: tuple[Program, ...] = ()
+    """Programs that it needs where `dmt launch` runs, or that its users may need."""
+
+    def supervises(self, nodes: int) -> bool:
+        """Whether `dmt launch` writes the run directory of a run on `nodes` machines before the
+        ranks start from it. Otherwise rank 0 does, from `Job.recipe`."""
+        return self.here and nodes == 1
+
 
 _SLURM_CLIENT = "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster"
 
@@ -18,3 +67,20 @@ SLURM = Launcher(
     example=("launch.slurm.time_limit=24:00:00",),
     programs=(Program("sbatch", _SLURM_CLIENT), Program("srun", _SLURM_CLIENT)),
 )
+
+LAUNCHERS: Registry[Launcher] = Registry(
+    "",
+    {
+        "local": "toolkit.launchers:LOCAL",
+        "slurm": "toolkit.launchers:SLURM",
+        "kubernetes": "toolkit.extras.launchers.kubernetes:KUBERNETES",
+        "ray": "toolkit.extras.launchers.ray:RAY",
+    },
+)
+"""Every launcher by its name."""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: `a, b or c`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last

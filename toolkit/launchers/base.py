@@ -15,7 +15,7 @@ from random import SystemRandom
 from typing import Any, Protocol
 
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.launcher import LAUNCHERS
+from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.registry import load

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed, Stopped
 from toolkit.foreign import preflight
-from toolkit.hardware.cluster import Cluster
-from toolkit.hardware.cluster_file import find_cluster
-from toolkit.launcher import LAUNCHERS
+from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import starter
 from toolkit.launchers.job import job_of
 from toolkit.launchers.outcome import newest_step
 from toolkit.launchers.process import StopSignals
+from toolkit.plan.hardware.cluster import Cluster
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.announce import show_plan, show_run_directory

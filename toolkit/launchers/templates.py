@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from toolkit.intake.load import load_recipe
-from toolkit.launcher import LAUNCHERS, Launcher
+from toolkit.launchers import LAUNCHERS, Launcher
 from toolkit.launchers.base import starter
 from toolkit.launchers.job import job_of
 from toolkit.run.assignment import decide

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from toolkit.backend import ANY, BACKENDS
 from toolkit.errors import PlanError
-from toolkit.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.layout import Layout
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.dimensions import DIMENSIONS, Dimension, layout_text
+from toolkit.plan.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.plan.plan import Remedy
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality

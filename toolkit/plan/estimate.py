@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.hardware.cluster import Cluster, usual_cluster
 from toolkit.layout import Layout, Pair
 from toolkit.models.hub import model_config
 from toolkit.plan.cost import terms
 from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.time import StepTime, step_time
 from toolkit.plan.cost.workload import Workload, workload_of
+from toolkit.plan.hardware.cluster import Cluster, usual_cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.search import Candidate, Room, demand, device_memory, room

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.backend import adopt_engine_config
-from toolkit.hardware.cluster import Cluster
-from toolkit.hardware.cluster_file import find_cluster
+from toolkit.plan.hardware.cluster import Cluster
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, placed_on, plan_of
 from toolkit.plan.search import Search

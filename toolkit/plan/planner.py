@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from toolkit.errors import RecipeError
-from toolkit.hardware.cluster import Cluster, usual_cluster
 from toolkit.models.hub import model_config
 from toolkit.plan.alternatives import remedies
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.dimensions import settings
+from toolkit.plan.hardware.cluster import Cluster, usual_cluster
 from toolkit.plan.plan import BatchCost, Plan
 from toolkit.plan.reasons import reasons, with_context
 from toolkit.plan.request import PlanRequest

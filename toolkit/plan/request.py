@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from toolkit.adapters import lora
 from toolkit.errors import Problem
 from toolkit.models import frozen, parameter_groups
+from toolkit.models.adapters import lora
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.owned import OwnerUpdates, owner_updates

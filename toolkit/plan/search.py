@@ -14,7 +14,6 @@ from heapq import heapify, heappop, heappush
 from itertools import chain, count, islice, takewhile, tee
 from typing import Literal, NamedTuple
 
-from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout, LossKernel, Pair, Recompute, stage_layers
 from toolkit.plan.cost.memory import (
     Memory,
@@ -25,6 +24,7 @@ from toolkit.plan.cost.memory import (
 from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.dimensions import DIMENSION
+from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.models import can_recompute_some
 from toolkit.plan.space import Fallback, PartialLayout, fallbacks, no_layout, partial_layouts

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from toolkit.adapters.huggingface import inject
-from toolkit.adapters.lora import lora_of
-from toolkit.adapters.weights import first_weights
 from toolkit.batch import MicroBatch
 from toolkit.intake.load import load_recipe
 from toolkit.models import fp8
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.huggingface import inject
+from toolkit.models.adapters.lora import lora_of
+from toolkit.models.adapters.weights import first_weights
 from toolkit.models.frozen import matching
 from toolkit.models.routers import is_router, outcome
 from toolkit.models.types import SCORES

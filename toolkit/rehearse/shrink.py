@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from math import lcm
 from typing import Any
 
-from toolkit.adapters.lora import trained_tensors
 from toolkit.layout import Layout
+from toolkit.models.adapters.lora import trained_tensors
 from toolkit.models.families import model_spec
 from toolkit.models.families.arguments import rope_of
 from toolkit.models.frozen import matching, names_of

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from toolkit.adapters.weights import first_weights
 from toolkit.batch import MicroBatch
 from toolkit.engines.base import StepResult
 from toolkit.engines.build import build_engine
@@ -19,6 +18,7 @@ from toolkit.engines.setup import EngineSetup
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.weights import first_weights
 from toolkit.objectives.dpo import REFERENCE
 from toolkit.rehearse.batches import global_batches, micro_batches
 from toolkit.rehearse.comparison import write_step

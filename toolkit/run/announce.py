@@ -8,8 +8,8 @@ its results when it ends.
 import shlex
 from pathlib import Path
 
-from toolkit.adapters.lora import spec_of
 from toolkit.backend import BACKENDS
+from toolkit.models.adapters.lora import spec_of
 from toolkit.models.hub import ignored_keys, model_config
 from toolkit.plan.dimensions import layout_text
 from toolkit.plan.ledger import LedgerEntry, ledger

@@ -20,11 +20,11 @@ from toolkit.errors import (
     RecipeError,
 )
 from toolkit.foreign import preflight
-from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe, placed
-from toolkit.launcher import LAUNCHERS
+from toolkit.launchers import LAUNCHERS
 from toolkit.models.hub import dataset_commit
 from toolkit.plan.estimate import Estimate, estimate_plan, memory_parts
+from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import placed_on, plan_recipe
 from toolkit.recipe.places import is_remote

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from toolkit.hardware.cluster import Basis
+from toolkit.plan.hardware.cluster import Basis
 from toolkit.text.units import seconds, size
 
 Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]

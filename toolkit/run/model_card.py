@@ -13,9 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from toolkit.adapters.lora import PEFT_WEIGHTS
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.errors import DataError
+from toolkit.models.adapters.lora import PEFT_WEIGHTS
 from toolkit.models.hub import download_file
 from toolkit.plan.dimensions import degrees_text
 from toolkit.recipe.dump import dump

@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 from pydantic import ValidationError
 
 from toolkit.errors import PlanError
-from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.planner import placed_on
 from toolkit.recipe.places import RECIPES, shipped_recipes
 from toolkit.recipe.schema import ModelSection, Recipe

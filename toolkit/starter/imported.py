@@ -14,9 +14,9 @@ from toolkit.errors import DmtError, PlanError, RecipeError
 from toolkit.foreign.carry import Carried, ForeignSetting, Found, Left, left_lines, shown
 from toolkit.foreign.megatron import config_of
 from toolkit.foreign.statements import complete, ranks_of, read_together
-from toolkit.hardware.cluster import Cluster
-from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
+from toolkit.plan.hardware.cluster import Cluster
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.hardware.cluster import Cluster
 from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout
 from toolkit.plan.dimensions import DIMENSION
 from toolkit.plan.estimate import Estimate, estimate_plan
+from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.dump import dump

@@ -10,8 +10,6 @@ from pathlib import Path
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from toolkit.adapters.lora import lora_of
-from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.checkpoint.export_adapters import check_base
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import (
@@ -29,6 +27,8 @@ from toolkit.data.build import TrainingData
 from toolkit.engines.base import Counters, Engine
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, RunFailed
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.lora import lora_of
+from toolkit.models.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.models.weights import WeightSource
 from toolkit.recipe.schema import ScheduleSection, TrainingSection
 from toolkit.run import jsonl

@@ -170,7 +170,7 @@ def _write(path: Path, values: Values) -> None:
 
 def weights_fingerprint(recipe: Recipe, cache: Path) -> str:
     """Identifies the initial weights by all of their bytes: if only a few embeddings differ,
-    which the samples of `toolkit.adapters.weights.fingerprint` may miss, the reference's
+    which the samples of `toolkit.models.adapters.weights.fingerprint` may miss, the reference's
     log-probabilities differ, too.
 
     New adapters have no effect, because B is 0: with them, the reference is the base model.

@@ -7,7 +7,6 @@ from typing import cast
 
 from transformers import PretrainedConfig
 
-from toolkit.adapters.weights import AdaptedWeights
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.resume import ResumePoint
 from toolkit.data.batches import GlobalBatches, evaluation_batches
@@ -19,10 +18,10 @@ from toolkit.engines.distributed import limit_collectives
 from toolkit.engines.setup import EngineSetup
 from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.weights import AdaptedWeights
 from toolkit.models.families import model_spec
 from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.dpo import REFERENCE
-from toolkit.outer.engine import OuterEngine, ReplicaOrder, place
 from toolkit.run.assignment import elastic_restarts
 from toolkit.run.events import process_age_s
 from toolkit.run.progress import ProgressReport
@@ -34,6 +33,7 @@ from toolkit.train.companions import companion_files, take_ends
 from toolkit.train.exporting import export_last
 from toolkit.train.loop import TrainingRun
 from toolkit.train.marks import BUILDING, CountedWeights, collective_limit
+from toolkit.train.outer import OuterEngine, ReplicaOrder, place
 from toolkit.train.reference import RunReference
 from toolkit.train.reporter import Reporter
 from toolkit.train.start import Start

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as hf_initialization
 
-from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, bias_shards, parameter_blocks
 from toolkit.engines import distributed
@@ -29,6 +28,7 @@ from toolkit.engines.deepspeed.state import PlacedParameter
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.huggingface import inject
 from toolkit.models.context import Context
 from toolkit.models.weights import WeightSource
 from toolkit.system.interpreter import hidden
@@ -141,7 +141,7 @@ class MegatronShard(TrainedModel):
     def __init__(self, setup: EngineSetup) -> None:
         from megatron.core import parallel_state
 
-        from toolkit.adapters.megatron import attach
+        from toolkit.models.adapters.megatron import attach
         from toolkit.models.megatron import model, weights
 
         model.join_groups(setup.layout, setup.seed)

@@ -27,7 +27,6 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from toolkit.adapters.huggingface import inject
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, bias_shards, cut, parameter_blocks
 from toolkit.engines import optimizer as adam
@@ -44,6 +43,7 @@ from toolkit.engines.fsdp import config as fsdp_config
 from toolkit.engines.owners import bind, local, new_optimizer, owned_by, owner_shards
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.huggingface import inject
 
 
 class FsdpEngine(totals.LogProbEngine):

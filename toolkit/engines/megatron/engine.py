@@ -25,7 +25,6 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor, nn
 
-from toolkit.adapters.megatron import attach
 from toolkit.batch import MicroBatch, row_log_probs
 from toolkit.checkpoint.shards import StateShard
 from toolkit.engines import optimizer as adam
@@ -43,6 +42,7 @@ from toolkit.engines.distributed import to_device
 from toolkit.engines.megatron import state as megatron_state
 from toolkit.engines.owners import OwnerOptimizer, bind, owned_by, owner_shards, takes
 from toolkit.engines.setup import EngineSetup
+from toolkit.models.adapters.megatron import attach
 from toolkit.models.megatron import cpu, weights
 from toolkit.models.megatron.model import (
     build_chunks,

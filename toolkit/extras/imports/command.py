@@ -28,10 +28,10 @@ from toolkit.extras.imports.state import (
     recipe_model,
     shards_of,
 )
-from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.safetensors import LARGEST_FILE_BYTES, in_files
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.run.assignment import Assignment, check_local_files, decide, write

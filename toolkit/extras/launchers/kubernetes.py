@@ -1,6 +1,6 @@
 """What the launcher `kubernetes` needs."""
 
-from toolkit.launcher import Launcher, Program
+from toolkit.launchers import Launcher, Program
 
 KUBERNETES = Launcher(
     "kubernetes",

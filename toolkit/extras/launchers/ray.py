@@ -1,6 +1,6 @@
 """What the launcher `ray` needs."""
 
-from toolkit.launcher import Launcher, Program
+from toolkit.launchers import Launcher, Program
 
 INSTALL = "pip install 'ray[train]>=2.60'"
 

@@ -24,9 +24,9 @@ from toolkit.extras.tune.tuned import (
     write_searched,
     write_tuned,
 )
-from toolkit.hardware.cluster_file import find_cluster
 from toolkit.intake.load import load_recipe
 from toolkit.plan.dimensions import layout_text
+from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.search import Candidate
 from toolkit.run.assignment import check_local_files
 from toolkit.run.claim import claimed

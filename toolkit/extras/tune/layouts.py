@@ -9,8 +9,8 @@ from toolkit.backend import adopt_engine_config
 from toolkit.errors import PlanError
 from toolkit.extras.tune.study import FAILURES, Study, TuneRequest
 from toolkit.extras.tune.trial import Followed
-from toolkit.hardware.cluster import Cluster
 from toolkit.plan.dimensions import layout_text, settings
+from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.planner import explore, placed_on
 from toolkit.plan.search import Candidate, Search
 from toolkit.recipe.dump import in_yaml

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, DirectoryInUse, PlanError
 from toolkit.intake.load import load_recipe
-from toolkit.launcher import LAUNCHERS
+from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import DMT
 from toolkit.launchers.outcome import failure_reason, log_tail
 from toolkit.launchers.process import ORPHAN_GRACE_S, Deadline, die_with_parent

@@ -9,9 +9,9 @@ from typing import Any
 from toolkit.errors import DmtError, RecipeError, RunFailed
 from toolkit.extras.tune.layouts import LayoutStudy, key_of, searched, settings_of
 from toolkit.extras.tune.study import TrialRecord, TuneRequest
-from toolkit.hardware.cluster import Cluster
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
+from toolkit.plan.hardware.cluster import Cluster
 from toolkit.recipe.dump import dump
 from toolkit.recipe.places import RECIPES, SHIPPED, find_recipe
 from toolkit.recipe.schema import Recipe

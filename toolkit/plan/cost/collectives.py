@@ -7,9 +7,9 @@ Latencies are not counted.
 from dataclasses import dataclass
 from functools import lru_cache
 
-from toolkit.hardware.catalogue import Link
-from toolkit.hardware.cluster import Cluster
 from toolkit.plan.cost.efficiency import Efficiency
+from toolkit.plan.hardware.catalogue import Link
+from toolkit.plan.hardware.cluster import Cluster
 
 
 @dataclass(frozen=True, eq=False)

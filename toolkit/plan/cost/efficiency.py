@@ -1,6 +1,6 @@
 """Shares of peak speeds that real programs reach: the only table of the time model's constants.
 
-Everything else comes from a data sheet (`toolkit.hardware`) or is counted from shapes
+Everything else comes from a data sheet (`toolkit.plan.hardware`) or is counted from shapes
 (`toolkit.plan.cost.operators`). A constant belongs to a device, a link, a kernel or an engine,
 never to a model or to a source of measurements. `benchmarks/calibrate_planner.py` fits the
 calibrated ones and prints how well they predict held-out sources.

@@ -12,7 +12,6 @@ from math import prod
 from typing import NamedTuple
 
 from toolkit.errors import PlanError
-from toolkit.hardware.catalogue import Gpu
 from toolkit.layout import CostPrecision, LossKernel, Recompute
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.eager import eager
@@ -20,6 +19,7 @@ from toolkit.plan.cost.efficiency import Efficiency
 from toolkit.plan.cost.exchange import context_split
 from toolkit.plan.cost.layer import Slice, mixed, operators
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.hardware.catalogue import Gpu
 
 SAVED_PRODUCTS = 0.5
 """Share of the matrix products that FSDP's selective recompute keeps: every second one."""

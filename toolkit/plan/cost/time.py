@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost import terms
@@ -33,6 +32,7 @@ from toolkit.plan.cost.traffic import (
 )
 from toolkit.plan.cost.update import host_copies, update_symbols
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.hardware.cluster import Cluster
 
 
 @dataclass(frozen=True)

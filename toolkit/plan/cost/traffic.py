@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 
-from toolkit.hardware.cluster import Cluster
 from toolkit.layout import Layout
 from toolkit.plan.cost.collectives import Group, Network
 from toolkit.plan.cost.efficiency import Efficiency
@@ -12,6 +11,7 @@ from toolkit.plan.cost.exchange import ContextSplit, context_split
 from toolkit.plan.cost.layer import Slice
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.cost.workload import Workload
+from toolkit.plan.hardware.cluster import Cluster
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from toolkit.errors import PlanError, Problem
-from toolkit.hardware.catalogue import accelerator
 from toolkit.layout import AttentionKernel, ModelName, Pair
 from toolkit.models.families import attention
 from toolkit.models.model import is_attention_dropout
 from toolkit.plan.dimensions import is_above_one
+from toolkit.plan.hardware.catalogue import accelerator
 from toolkit.plan.request import PlanRequest
 
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from toolkit.errors import PlanError, Problem
-from toolkit.hardware.catalogue import Gpu, accelerator
 from toolkit.layout import CompiledParts, ExpertProducts, FusedKernels, Pair, Stage
 from toolkit.plan.dimensions import is_above_one
+from toolkit.plan.hardware.catalogue import Gpu, accelerator
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.attention import GENERATIONS

@@ -8,11 +8,11 @@ stop the run or silently compute wrong results.
 from collections.abc import Iterator, Mapping
 from math import gcd
 
-from toolkit.adapters import lora
 from toolkit.backend import BACKENDS
 from toolkit.errors import Problem
 from toolkit.layout import Pair
 from toolkit.models import frozen, parameter_groups
+from toolkit.models.adapters import lora
 from toolkit.models.families import model_spec
 from toolkit.models.families.arguments import rope_type_of
 from toolkit.models.model import read

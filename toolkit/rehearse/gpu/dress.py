@@ -15,11 +15,11 @@ from pydantic import TypeAdapter
 
 from toolkit.backend import BACKENDS
 from toolkit.errors import Problem, RecipeError, RunFailed
-from toolkit.hardware.cluster import Cluster
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import Memory, stage_memory
 from toolkit.plan.estimate import Setup, estimate_plan
+from toolkit.plan.hardware.cluster import Cluster
 from toolkit.rehearse.gpu import Peak
 from toolkit.run.assignment import Assignment, write
 from toolkit.system.interpreter import python

@@ -34,7 +34,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 from torch.nn import functional
 
-from toolkit.adapters.lora import BRANCH, Lora, is_of_expert
+from toolkit.models.adapters.lora import BRANCH, Lora, is_of_expert
 from toolkit.models.families.tensors import TensorMap
 from toolkit.models.megatron.experts import GroupedExperts
 from toolkit.models.megatron.model import GPTChunk

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from toolkit.errors import PlanError
-from toolkit.hardware.catalogue import Gpu, Surroundings, accelerator, gpu
+from toolkit.plan.hardware.catalogue import Gpu, Surroundings, accelerator, gpu
 from toolkit.recipe.schema import ClusterSection, GpuSection
 
 Basis = Literal["calibrated", "data sheet", "nominal"]

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
-from toolkit.adapters.lora import Lora
+from toolkit.models.adapters.lora import Lora
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -17,8 +17,8 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.hardware.catalogue import GIGA, Gpu, Link, LinkKind, figures, link
-from toolkit.hardware.cluster import Cluster, default_cluster, parse_cluster
+from toolkit.plan.hardware.catalogue import GIGA, Gpu, Link, LinkKind, figures, link
+from toolkit.plan.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.recipe import yaml_text
 from toolkit.recipe.explain import explain
 from toolkit.recipe.schema import GpuChoice, Tflops

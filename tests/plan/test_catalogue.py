@@ -3,7 +3,7 @@
 import pytest
 
 from toolkit.errors import PlanError
-from toolkit.hardware.catalogue import GPUS, gpu
+from toolkit.plan.hardware.catalogue import GPUS, gpu
 
 
 def test_peaks_are_dense() -> None:

@@ -28,7 +28,7 @@ from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
-from toolkit.outer.engine import ReplicaOrder
+from toolkit.train.outer import ReplicaOrder
 
 __all__ = ["own_project"]  # fixture
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from toolkit.adapters.lora import Lora, lora_of
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.lora import Lora, lora_of
 from toolkit.models.families.tensors import Block
 from toolkit.models.weights import WeightSource
 from toolkit.recipe.schema import Recipe

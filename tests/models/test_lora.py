@@ -11,12 +11,12 @@ from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as RENA
 
 from tests.models.small import FAMILIES, SMALL, section
 from tests.plan.making import TINY, intent, recipe
-from toolkit.adapters.huggingface import inject, peft_config
-from toolkit.adapters.lora import _KEPT_NAMES, Lora, spec_of
-from toolkit.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.errors import RecipeError
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
+from toolkit.models.adapters.huggingface import inject, peft_config
+from toolkit.models.adapters.lora import _KEPT_NAMES, Lora, spec_of
+from toolkit.models.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.models.families import mapped
 from toolkit.models.families.tensors import Block, blocks
 from toolkit.plan.cost.memory import stage_memory

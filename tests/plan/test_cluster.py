@@ -7,10 +7,10 @@ import pytest
 
 from tests.recipe.good import GOOD
 from toolkit.errors import PlanError, RecipeError
-from toolkit.hardware.catalogue import GPUS, link
-from toolkit.hardware.cluster import default_cluster, parse_cluster
-from toolkit.hardware.cluster_file import find_cluster, load_cluster
 from toolkit.intake.load import load_recipe
+from toolkit.plan.hardware.catalogue import GPUS, link
+from toolkit.plan.hardware.cluster import default_cluster, parse_cluster
+from toolkit.plan.hardware.cluster_file import find_cluster, load_cluster
 from toolkit.plan.planner import explore
 from toolkit.recipe.dump import dump_recipe
 
