@@ -1,7 +1,11 @@
-"""Every `dmt` command of README, docs/commands.md and the tutorials is run as it stands."""
+"""README and docs: their `dmt` commands run as they stand, the settings that they name exist,
+their links lead somewhere, and the site is built without warnings."""
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +15,10 @@ from tests.processes import ROOT
 from tests.rehearse import warm_gpu
 from tests.warm import SUBPROCESS
 from toolkit.cli.main import main
+from toolkit.foreign import docs as foreign_docs
+from toolkit.recipe.schema import LaunchSection, Recipe
+from toolkit.recipe.words import settings
+from toolkit.run.events import EventKind
 
 
 def text_of(page: str) -> str:
@@ -32,7 +40,7 @@ FIRST_RUN = "launch llama-bytes --set training.steps=50"
 COMMANDS = [
     *dict.fromkeys(
         command
-        for page in ("README.md", "docs/commands.md")
+        for page in ("README.md", "docs/commands.md", "docs/staying-alive.md")
         for command in commands_of(page)
         if "runs/demo" not in command and command != FIRST_RUN
     )
@@ -163,9 +171,63 @@ def test_links_lead_somewhere() -> None:
                 assert anchor in anchors(path.parent / link), f"{path.name}: {link}#{anchor}"
 
 
-def test_there_are_commands() -> None:
+def test_every_command_is_run() -> None:
     verbs = {command.split()[0] for command in COMMANDS}
     assert verbs == {
         "init", "check", "plan", "render", "rehearse", "launch", "data", "doctor",
         "recipes", "schema", "tune",
     }  # fmt: skip
+
+
+def test_the_conversion_of_another_tools_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The commands of docs/coming-from.md, in a folder with the file that it shows."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)  # the recipe is for GPUs
+    text = text_of("docs/coming-from.md")
+    (name, content), *_ = re.findall(r'^```yaml title="([^"]+)"\n(.*?)^```$', text, re.M | re.S)
+    Path(name).write_text(content, encoding="utf-8")
+    commands = commands_of("docs/coming-from.md")
+    assert commands
+    for command in commands:
+        assert main(shlex.split(command)) == 0, capfd.readouterr().err
+    assert foreign_docs.page() == text, "python -m toolkit.foreign.docs writes its tables"
+
+
+def test_settings_exist() -> None:
+    found, known = set(), settings().keys()
+    others = {"model.py", "model.gradient_checkpointing_enable", "launch.log"}
+    for path in (ROOT / "docs").rglob("*.md"):
+        text = re.sub(r"^\| .+? \| ", "", path.read_text(encoding="utf-8"), flags=re.M)
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:\[\d\])?(?:[:=] ?[^`]+)?`", text):
+            if name.startswith("data.train.") or name in others:
+                continue  # by kind
+            if name.split(".")[0] in Recipe.model_fields:
+                assert name in known, f"{path.name}: {name}"
+                found.add(name)
+    assert len(found) > 80
+
+
+def test_events_and_limits_of_runs_that_stay_alive() -> None:
+    page = text_of("docs/staying-alive.md")
+    named = re.findall(r"`(\w+)`", page.partition("`events.jsonl`:")[2].partition("\n\n")[0])
+    assert len({*named} & {*EventKind.__args__}) >= 8
+    default = LaunchSection.model_fields["hang_timeout_s"].default
+    assert f"`launch.hang_timeout_s` ({default:,.0f} s)" in page
+
+
+def test_the_site(tmp_path: Path) -> None:
+    """What `make docs` builds; a link to nowhere and a page that is not listed are errors.
+    Agents find the Markdown, and diagrams are pictures."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    links = re.findall(r"\]\(([^)]+)\)", (tmp_path / "llms.txt").read_text(encoding="utf-8"))
+    assert len(links) > 15
+    assert all((tmp_path / link.partition("#")[0]).is_file() for link in links)
+    page = (tmp_path / "architecture.html").read_text(encoding="utf-8")
+    assert "mermaid" not in page and "pictures/diagram-" in page
