@@ -144,7 +144,7 @@ DEFAULTS: dict[str, object] = {
 
 COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
-    "data verify": "start the run, which makes damaged entries of the cache again",
+    "data verify": "delete the folder `tokens` in data.cache, and start the run",
     "data tokenizer": "train it with `tokenizers`, as docs/data.md shows",
     "estimate": "use `dmt plan`, which prints memory and time by part",
     "plan --mtbf": "save every sqrt(2 * seconds that a save stops training * seconds between "
@@ -184,7 +184,10 @@ COMMANDS: dict[str, str] = {
     "checkpoint export --private": "export, then `hf upload REPO FOLDER --private`",
     "checkpoint export --shard-size": "leave it out: a file has 5 GB at most; transformers' "
     "save_pretrained(max_shard_size=…) writes smaller ones",
-    "checkpoint export --compare-logits": "use --verify, which compares with transformers",
+    **{
+        f"checkpoint export --{option}": f"leave it out; {_HARNESS} measures an export"
+        for option in ("compare-logits", "verify")
+    },
     **{
         f"render --to {tool}": "train with `dmt launch`: DMT no longer writes that tool's files"
         for tool in [

@@ -127,14 +127,6 @@ def test_epochs_follow_without_a_seam(
         assert len(epoch) == n_samples
 
 
-def test_the_order_is_the_same_in_whatever_blocks_it_is_computed(dataset: Make) -> None:
-    data, order = dataset(30), EpochOrder(5, 30)
-    kept = GlobalBatches(data, order, of(24))
-    for step in (0, 41, 42, 43, 99, 3):  # 1,024 samples are ordered at once
-        fresh = GlobalBatches(data, order, of(24)).micro_batches(step * 24, 0, [24])
-        assert rows(kept.micro_batches(step * 24, 0, [24])) == rows(fresh)
-
-
 @SETTINGS
 @given(n_samples=st.integers(1, 30), size=st.integers(1, 12), n_batches=st.integers(1, 4))
 def test_evaluation_sees_each_sample_once_under_every_layout(

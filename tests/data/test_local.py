@@ -43,10 +43,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "half.bin").touch()
     (tmp_path / "empty").mkdir()
     byte_tokenizer().save_pretrained(tmp_path / "bytes-folder")
-    byte_tokenizer().save_pretrained(tmp_path / "padded")
-    stated = json.loads((tmp_path / "padded" / "tokenizer_config.json").read_text())
-    stated["pad_token"] = "[PAD]"  # which transformers adds to tokenizer.json when it loads
-    (tmp_path / "padded" / "tokenizer_config.json").write_text(json.dumps(stated))
     train_bpe(["a" * 50], 258, tmp_path / "bpe")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "tokenizer.json").write_text("{")
@@ -66,7 +62,6 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     (("data.tokenizer=./empty",), "data.tokenizer", "holds no tokenizer.json"),
     (("data.tokenizer=./broken",), "data.tokenizer", "cannot"),
     (("data.tokenizer=./bpe", SMALL), "data.tokenizer", "258 tokens"),
-    (("data.tokenizer=./padded", SMALL), "data.tokenizer", "258 tokens"),
     (("model.config.vocab_size=256",), "data.tokenizer", "257 tokens"),
     (("data.train={kind: text, files: [./no*.txt]}",), "data.train.files", "no file matches"),
     (("data.train={kind: megatron, prefix: ./half}",), "data.train.prefix", "no file"),

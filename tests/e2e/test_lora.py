@@ -1,9 +1,5 @@
 """Adapters of a pretrained model: trained in two layouts one after the other, and exported."""
 
-import re
-import shutil
-from contextlib import chdir
-
 import pytest
 import torch
 from peft import PeftModel
@@ -12,8 +8,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.e2e.conftest import Project, write_project
 from tests.e2e.product import curve, dmt, run
-from toolkit.checkpoint.logits import compare
-from toolkit.errors import RunFailed
 from toolkit.intake.load import load_recipe
 
 pytestmark = [
@@ -64,14 +58,7 @@ def test_checkpoints_are_whole_and_hold_no_base(tuned: Project) -> None:
 def test_exports_compute_the_same(tuned: Project) -> None:
     """Plain PEFT beside the base, and the merged model in plain transformers."""
     folder = tuned.folder
-    for options in (["merged", "--merged"], ["adapter"]):
-        ended = run(
-            dmt("checkpoint", "export", "moved", *options, "--verify"),
-            folder,
-            code=0,
-        )
-        (difference,) = re.findall(r"logits agree: largest difference (\S+)", ended.out)
-        assert float(difference) <= 1e-5
+    run(dmt("checkpoint", "export", "moved", "merged", "--merged"), folder, code=0)
     base = AutoModelForCausalLM.from_pretrained(folder / "base")
     tokens = torch.arange(60).reshape(2, 30)
     with torch.no_grad():
@@ -86,18 +73,6 @@ def test_exports_compute_the_same(tuned: Project) -> None:
     )
     assert (found - before).abs().max() > 1e-3
     assert (found - merged).abs().max() <= 1e-5
-
-
-def test_an_export_that_computes_something_else_is_told(tuned: Project) -> None:
-    checkpoint = tuned.folder / "moved/checkpoints/step-00000006"
-    damaged = tuned.folder / "damaged"
-    shutil.copytree(tuned.folder / "moved/export", damaged)
-    weights = damaged / "adapter_model.safetensors"
-    tensors = {name: 1.1 * tensor for name, tensor in load_file(weights).items()}
-    save_file(tensors, weights, {"format": "pt"})
-    told = pytest.raises(RunFailed, match="its logits differ from those of")
-    with told, chdir(tuned.folder):
-        compare(checkpoint, damaged)
 
 
 def test_training_goes_on_from_an_export(tuned: Project) -> None:

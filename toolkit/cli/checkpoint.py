@@ -155,15 +155,8 @@ def _verified_lines(found: CheckpointFolder, verified: "VerificationResult") -> 
     yield f"{found.folder} is whole: {files} files, {size}; every element is there exactly once"
 
 
-_Verify = Annotated[
-    bool | None,
-    typer.Option(
-        "--verify/--no-verify",
-        help="Also compare logits of the export, as transformers (or PEFT) loads it, with "
-        "those of the trained model, with room for two in fp32; or do not even hash the "
-        "checkpoint first.",
-        show_default=False,
-    ),
+_NoVerify = Annotated[
+    bool, typer.Option("--no-verify", help="Do not hash the checkpoint first.")
 ]
 _Merged = Annotated[
     bool,
@@ -182,7 +175,7 @@ _To = Annotated[
 def export(
     checkpoint: Checkpoint,
     dst: Destination,
-    verify: _Verify = None,
+    no_verify: _NoVerify = False,
     merged: _Merged = False,
     to: _To = "huggingface",
     as_json: AsJson = False,
@@ -194,14 +187,11 @@ def export(
     Example: `dmt checkpoint export runs/tiny-llama-bytes model`
     """
     from toolkit.checkpoint import export as exporting
-    from toolkit.checkpoint.logits import compare
     from toolkit.checkpoint.verify import require_whole
     from toolkit.models.new_folder import check_destination
     from toolkit.run.model_card import write_card
 
     megatron = to != "huggingface"
-    if megatron and verify:
-        raise CheckpointError("--verify compares a Hugging Face folder: not with --to megatron")
     if megatron and (checkpoint / "config.json").is_file():
         option("checkpoint export --to megatron")(checkpoint, dst)
         output(as_json, {"folder": str(dst), "from": str(checkpoint)}, [f"wrote {dst}"])
@@ -212,7 +202,7 @@ def export(
         raise CheckpointError("--to megatron: it is a whole model", fix="add --merged")
     nbytes = exporting.exported_bytes(found.folder, merged=merged)
     check_destination(found.folder, dst, nbytes)
-    if verify is not False:
+    if not no_verify:
         tell("verifying the checkpoint first (--no-verify leaves that out)")
         with byte_progress("verify", manifest.nbytes) as tick:
             require_whole(found.folder, tick)
@@ -222,16 +212,13 @@ def export(
         else:
             exporting.export(found.folder, dst, tick, merged=merged)
             write_card(dst, found.folder)
-    data: dict[str, Any] = {
+    data = {
         "folder": str(dst), "from": str(found.folder), "step": manifest.step,
-        "bytes": nbytes, "verified": verify is not False,
+        "bytes": nbytes, "verified": not no_verify,
     }  # fmt: skip
     size = byte_size(nbytes)
-    lines = [f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"]
-    if verify:
-        data["logits"] = compare(found.folder, dst)
-        lines.append(str(data["logits"]))
-    output(as_json, data, lines, wrap=False)
+    said = f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"
+    output(as_json, data, [said], wrap=False)
 
 
 def _to_megatron(folder: Path, dst: Path, tick: Callable[[int], None], merged: bool) -> None:

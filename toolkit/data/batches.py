@@ -16,8 +16,6 @@ from toolkit.recipe.batch_sizes import BatchSizes
 
 _PADDING = -1
 """Placeholder for a fully masked sample."""
-_ORDERED_AT_ONCE = 1024
-"""Samples whose places in the order are computed together."""
 
 
 class GlobalBatches:
@@ -27,8 +25,6 @@ class GlobalBatches:
         self._dataset = dataset
         self._order = order
         self.sizes = sizes
-        self._first, self._ordered = 0, np.zeros(0, dtype=np.int64)
-        """Some of the endless order of samples, from place `_first` on."""
 
     def micro_batches(
         self, consumed_samples: int, dp_rank: int, sizes: Sequence[int]
@@ -39,21 +35,8 @@ class GlobalBatches:
         order form the global batch, which must be a multiple of their sum.
         """
         size = self.sizes.at_sample(consumed_samples)
-        share = _share(self._indices(consumed_samples, size), dp_rank, sizes)
+        share = _share(self._order.indices(consumed_samples, size), dp_rank, sizes)
         return _micro_batches(self._dataset, share, sizes[dp_rank])
-
-    def _indices(self, position: int, size: int) -> Int64Array:
-        """The samples of the global batch of this size that starts at `position`.
-
-        Of several global batches at once: the order costs a thousand small samples hardly
-        more time than one.
-        """
-        place = position - self._first
-        if not 0 <= place <= len(self._ordered) - size:
-            count = max(1, _ORDERED_AT_ONCE // size) * size
-            self._ordered = self._order.indices(position, count)
-            self._first, place = position, 0
-        return self._ordered[place : place + size]
 
 
 def evaluation_batches(

@@ -7,8 +7,6 @@ import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import xxhash
-
 from toolkit.errors import DataError
 from toolkit.recipe.places import is_remote
 from toolkit.system.atomic import write_atomically
@@ -17,9 +15,6 @@ from toolkit.text.redact import redact
 logger = logging.getLogger(__name__)
 
 _MOMENT_S = 1.0
-
-damage_hash = xxhash.xxh3_128
-"""Hash of cache files, to detect damage, at memory speed."""
 
 
 def cache_folder(configured: str | None, base: Path) -> Path:

@@ -24,7 +24,6 @@ from toolkit.data.formats.indexed import (
     TokenArray,
     bin_path,
     idx_path,
-    is_as_written,
     no_file,
     read_indexed,
     token_dtype,
@@ -160,8 +159,6 @@ def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
     if not idx_path(prefix).exists() or (belongs is not None and not belongs.exists()):
         return None
     try:
-        if not is_as_written(prefix):
-            raise DataError(f"{bin_path(prefix)} has changed since it was written", fix="")
         return read_indexed(prefix)
     except DataError as error:
         logger.warning("the data cache is damaged and is made again: %s", error.message)

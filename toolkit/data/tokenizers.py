@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from toolkit.data.files import fingerprint_of, read_bytes
 from toolkit.errors import DataError
 from toolkit.models.hub import answers, asks_to_run_code, runs_code
-from toolkit.system.untrusted import read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -91,29 +90,11 @@ def count_tokens(name: str, base: Path) -> int | None:
     from tokenizers import Tokenizer
 
     try:
-        known = Tokenizer.from_file(str(file)).get_vocab()
-        return len(known.keys() | _added_tokens(folder))
+        return int(Tokenizer.from_file(str(file)).get_vocab_size())
     except BaseException as error:
         if _is_ours(error):
             raise
         raise DataError(f"tokenizer: {file} cannot be read: {error}", fix=_NAME_ONE) from error
-
-
-def _added_tokens(folder: Path) -> set[str]:
-    """Tokens that the other files of a folder add to its tokenizer.json."""
-    added = set[str]()
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
-        stated = read_json(folder / name) if (folder / name).is_file() else {}
-        if name == "added_tokens.json":
-            added |= stated.keys()
-        listed = [value for key, value in stated.items() if key.endswith("_token")]
-        listed += stated.get("added_tokens_decoder", {}).values()
-        for key in ("additional_special_tokens", "extra_special_tokens"):
-            more = stated.get(key) or []
-            listed += more.values() if isinstance(more, dict) else more
-        contents = (one.get("content") if isinstance(one, dict) else one for one in listed)
-        added |= {content for content in contents if isinstance(content, str)}
-    return added
 
 
 def check_vocabulary(name: str, n_tokens: int, vocab_size: int | None) -> None:

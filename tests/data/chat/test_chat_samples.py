@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
@@ -19,7 +18,7 @@ from tests.data.building import built
 from tests.data.chat.families import CHATML, TEMPLATES, conversations, make_tokenizer
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.build import TrainingData
-from toolkit.data.chat import maker, workers
+from toolkit.data.chat import workers
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.packing import StreamSamples
 from toolkit.errors import DataError
@@ -210,21 +209,6 @@ def test_malformed_rows_are_an_error_or_dropped(
         build(tmp_path, {"malformed": "drop"})
 
 
-def test_a_template_that_never_ends_is_an_error_with_its_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also where rows are dropped: which ones must not depend on the machine."""
-    monkeypatch.setattr(maker, "LIMIT_S", 0.5)
-    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("cost", "Hello")])
-    costly = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template = f"{{% if 'cost' in messages[0].content %}}{costly}{{% endif %}}"
-    before = signal.getsignal(signal.SIGVTALRM)
-    with pytest.raises(DataError, match=r"rows\.jsonl:2: the chat template takes more"):
-        build(tmp_path, {"malformed": "drop"}, chat_template=template + CHATML.template)
-    assert signal.getsignal(signal.SIGVTALRM) is before
-    assert signal.getitimer(signal.ITIMER_VIRTUAL)[0] == 0
-
-
 def test_special_tokens_that_a_text_spells_out(tmp_path: Path) -> None:
     write(tmp_path / "rows.jsonl", [chat("What is <|endoftext|>?", "A token.")])
     with pytest.raises(DataError, match=r"spells out the special token <\|endoftext\|>"):
@@ -335,14 +319,9 @@ def test_processes_make_the_same_samples_in_the_same_order(
     expected = [said(f"Hi {n}", f"Hello {n}") for n in range(3000) if n != 2000]
     assert texts(samples_of(data)) == expected
     assert (report_of(data).rows, report_of(data).malformed) == (3000, 1)
-    # The first error is that of the first row, and a template that never ends is one.
+    # The first error is that of the first row.
     with pytest.raises(DataError, match=r"rows\.jsonl:2001: it has no messages"):
         build(tmp_path)
-    monkeypatch.setattr(maker, "LIMIT_S", 0.5)
-    costly = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    template = f"{{% if messages[0].content == 'Hi 900' %}}{costly}{{% endif %}}"
-    with pytest.raises(DataError, match=r"rows\.jsonl:901: the chat template takes more"):
-        build(tmp_path, {"malformed": "drop"}, chat_template=template + CHATML.template)
 
 
 def test_thinking_is_split_per_turn_and_never_masked_wrongly(tmp_path: Path) -> None:

@@ -4,10 +4,7 @@ A stored sample is its tokens, each that is not trained as the bitwise complemen
 which is negative. A preference is two of them.
 """
 
-import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -37,8 +34,6 @@ from toolkit.recipe.schema import ChatSource, PreferenceSource
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-LIMIT_S = 30.0
-"""Limit of CPU time for a row: a chat template is a program of others, which may never end."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values of a column that nothing reads whose loss means nothing."""
 Batch: TypeAlias = list[tuple[int, object, object]]
@@ -72,13 +67,8 @@ class SampleMaker:
         self._template = ChatTemplate(tokenizer.chat_template, tokenizer)
         self._special = None if parse_special else self._template.special
         self._length = sequence_length
-        self._limit_s = LIMIT_S
         self._report = ChatReport()
         """On the batch that is being made."""
-        self._rendered: object = None
-        """Place of the row that the template is rendering."""
-        self._stuck: object = None
-        """The same at the last look."""
 
     def __call__(self, batch: Batch) -> SampleBatch:
         """The samples of a batch. Raises DataError for a malformed row, unless such are
@@ -86,7 +76,6 @@ class SampleMaker:
         report = self._report = ChatReport(rows=len(batch))
         columns, keys, rendered = dict[str, None](), dict[str, None](), list[_SampleTexts]()
         for number, place, row in batch:
-            self._rendered = place
             try:
                 examples = self._parsed(row)
                 samples = self._marked(place, examples)
@@ -98,37 +87,12 @@ class SampleMaker:
                 rendered += [_SampleTexts(number, place, muted, texts) for texts in samples]
                 columns |= dict.fromkeys(self._unread(row))
                 keys |= {key: None for one in examples for key in template_keys(one)}
-        self._rendered = None
         stored = list(self._stored(rendered))
         report.unread_columns = tuple(columns)
         report.unread_keys = tuple(key for key in keys if not self._template.reads(key))
         return SampleBatch(
             [tokens for _, tokens in stored], [number for number, _ in stored], report
         )
-
-    @contextmanager
-    def limited(self) -> Iterator[None]:
-        """In the main thread: raise DataError while the template renders one row for more than
-        `LIMIT_S` seconds of CPU time, up to twice as many."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        handler = signal.signal(signal.SIGVTALRM, self._look)
-        signal.setitimer(signal.ITIMER_VIRTUAL, self._limit_s, self._limit_s)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, handler)
-
-    def _look(self, *_: object) -> None:
-        if self._rendered is not None and self._rendered is self._stuck:
-            raise DataError(
-                f"{self._rendered}: the chat template takes more than {self._limit_s:g} s of "
-                "CPU time for this row",
-                fix="correct the row, or name another template in `data.chat_template`",
-            )
-        self._stuck = self._rendered
 
     def _parsed(self, row: object) -> tuple[Example, ...]:
         """`examples_of` the row, which spell out no special token unless they may."""

@@ -26,8 +26,7 @@ def made_in_order(make: SampleMaker, batches: Iterator[Batch]) -> Iterator[Sampl
     """What `make` makes of each batch, in their order: the first ones here, the others by one
     process per core. Raises the DataError of the first batch that has one."""
     count = len(os.sched_getaffinity(0))
-    with make.limited():
-        yield from map(make, islice(batches, ALONE if count > 1 else None))
+    yield from map(make, islice(batches, ALONE if count > 1 else None))
     if (following := next(batches, None)) is not None:
         yield from _made_by_processes(make, chain([following], batches), count)
 
@@ -101,13 +100,12 @@ def _serve(connection: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process ends this one
     with suppress(EOFError, ConnectionError):
         make: SampleMaker = connection.recv()
-        with make.limited():
-            while True:
-                batch = connection.recv()
-                try:
-                    connection.send(make(batch))
-                except DataError as error:
-                    connection.send(error)
+        while True:
+            batch = connection.recv()
+            try:
+                connection.send(make(batch))
+            except DataError as error:
+                connection.send(error)
 
 
 if __name__ == "__main__":

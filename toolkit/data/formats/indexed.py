@@ -11,19 +11,14 @@ The index file, little endian, without padding:
     int64     [S]      byte offset of each sequence in PREFIX.bin
     int64     [D + 1]  first sequence of each document, ending with S
 
-DMT writes one sequence per document, and behind the index, where Megatron's readers do not
-look, `_SEAL` and the hash of both files, by which a start finds damage. Files made
-by Megatron's own tools, with several sequences per document, are read as well; both ways are
-tested against megatron-core.
+DMT writes one sequence per document. Files made by Megatron's own tools, with several sequences
+per document, are read as well; both ways are tested against megatron-core.
 """
 
-import hashlib
 import os
 import struct
-import time
 from array import array
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -31,7 +26,6 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from toolkit.data.files import damage_hash
 from toolkit.data.rows import Int64Array
 from toolkit.errors import DataError
 
@@ -48,8 +42,6 @@ _DTYPES: dict[int, type[np.integer[Any]]] = {
     5: np.int64,
     8: np.uint16,
 }
-_SEAL = b"DMT XXH3"
-_HASH_BYTES = damage_hash().digest_size
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LONGEST_SEQUENCE = 2**31 - 1
 _CHECKED_AT_ONCE = 2**20
@@ -210,7 +202,6 @@ class IndexedWriter:
         self._dtype = dtype
         self._lengths = array("i")
         self._open_document = 0
-        self._hash = damage_hash()
         self._bin_tmp = prefix.with_name(prefix.name + ".bin.tmp")
         self._idx_tmp = prefix.with_name(prefix.name + ".idx.tmp")
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +224,6 @@ class IndexedWriter:
         """Add token ids [n] to what is being written."""
         ids = np.ascontiguousarray(tokens, dtype=self._dtype)
         self._bin.write(ids.data)
-        self._hash.update(ids.data)
         self._open_document += len(ids)
 
     def end_document(self) -> None:
@@ -268,10 +258,7 @@ class IndexedWriter:
                 np.arange(n + 1, dtype=np.int64).tobytes(),
             ):
                 stream.write(part)
-                self._hash.update(part)
-            stream.write(_SEAL + self._hash.digest())
             _sync_and_close(stream)
-        _set_same_time(self._bin_tmp, self._idx_tmp)
         idx_path(self._prefix).unlink(missing_ok=True)
         self._bin_tmp.replace(bin_path(self._prefix))
         self._idx_tmp.replace(idx_path(self._prefix))
@@ -292,41 +279,3 @@ def _sync_and_close(stream: Any) -> None:
     stream.flush()
     os.fsync(stream.fileno())
     stream.close()
-
-
-def _set_same_time(*files: Path) -> None:
-    """Give files one time of modification: as long as they share it, none has been changed."""
-    now = time.time_ns()
-    for file in files:
-        os.utime(file, ns=(now, now))
-
-
-def is_as_written(prefix: Path) -> bool:
-    """Whether a pair of files is what DMT wrote, as far as a start can afford to know.
-
-    Only files that were modified, or copied without their times, are read and hashed; Files
-    without a hash count as unchanged.
-    """
-    pair = bin_path(prefix), idx_path(prefix)
-    try:
-        if len({file.stat().st_mtime_ns for file in pair}) == 1:
-            return True
-        if is_undamaged(prefix) is False:
-            return False
-        with suppress(PermissionError):  # of another user: it is hashed again the next time
-            _set_same_time(*pair)
-    except FileNotFoundError:
-        return False
-    return True
-
-
-def is_undamaged(prefix: Path) -> bool | None:
-    """Whether a pair of files has the contents that DMT wrote; None where it keeps no hash."""
-    index = idx_path(prefix).read_bytes()
-    seal = len(index) - _HASH_BYTES - len(_SEAL)
-    if seal < 0 or not index[seal:].startswith(_SEAL):
-        return None
-    with bin_path(prefix).open("rb") as stream:
-        hashed = hashlib.file_digest(stream, damage_hash)
-    hashed.update(index[:seal])
-    return bool(hashed.digest() == index[-_HASH_BYTES:])
