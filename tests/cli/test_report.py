@@ -77,7 +77,7 @@ def test_for_programs(run: Path, dmt: Dmt) -> None:
     assert sum(found["time_s"].values()) == pytest.approx(found["total_s"]) == 85
     assert found["goodput"] == pytest.approx(38 / 85)
     assert found["losses"]["last"] == {"step": 20, "value": 4.8}
-    assert found["ending"] == {"state": "finished", "exit_code": 0, "why": ""}
+    assert found["ending"] == {"state": "done", "exit_code": 0, "why": ""}
     assert found["prediction"] is None and found["restarts"] != []
 
 

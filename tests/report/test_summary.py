@@ -15,7 +15,7 @@ def test_a_run_with_everything() -> None:
     assert found.validation == Loss(20, 4.5)
     assert (found.starts, found.restarts) == (2, ("rank 1 was killed by SIGKILL",))
     assert found.saves == Saves(2, 20, stall_s=pytest.approx(0.4), commit_s=2.5)
-    assert found.ending == Ending("finished", 0)
+    assert found.ending == Ending("done", 0)
 
 
 def test_steps_are_those_of_the_last_start() -> None:
@@ -44,7 +44,7 @@ def test_the_cause_is_the_one_that_the_launcher_printed() -> None:
         event(9.5, "failure", exit_code=4, reason="rank 1 was killed by SIGKILL"),
     ]
     assert summarize(log, []).ending == Ending("failed", 4, "rank 1 was killed by SIGKILL")
-    assert summarize([*log, event(20, "launch")], []).ending == Ending("open")
+    assert summarize([*log, event(20, "launch")], []).ending == Ending("running")
 
 
 def test_a_signal_is_named() -> None:
@@ -58,7 +58,7 @@ def test_a_signal_is_named() -> None:
 
 def test_a_new_start_is_open_whatever_the_one_before_did() -> None:
     log = [*KILLED_AND_RESTARTED, event(100, "launch")]
-    assert summarize(log, metrics(20, 2.0)).ending.state == "open"
+    assert summarize(log, metrics(20, 2.0)).ending.state == "running"
 
 
 def test_an_infinite_loss_is_read() -> None:
@@ -80,4 +80,4 @@ def test_how_long_a_run_waited_for_data() -> None:
 def test_nothing_at_all() -> None:
     found = summarize([], [])
     assert (found.steps, found.starts, found.losses) == (0, 0, None)
-    assert found.ending.state == "open"
+    assert found.ending.state == "running"

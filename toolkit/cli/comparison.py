@@ -28,7 +28,7 @@ def comparison_output(records: Sequence[RunRecord]) -> dict[str, object]:
     first, *others = records
     return {
         "runs": [str(record.run.path) for record in records],
-        "states": [record.state[0] for record in records],
+        "states": [record.summary.ending.state for record in records],
         "steps": [record.summary.steps for record in records],
         "tokens_per_s": [median_speed(record.metrics) for record in records],
         "settings": {
@@ -43,7 +43,7 @@ def comparison_output(records: Sequence[RunRecord]) -> dict[str, object]:
 def comparison_lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
     """The runs in a table, settings that differ, where losses differ, and a verdict."""
     names = [str(record.run.path) for record in records]
-    rows = [["", *names], ["state", *(record.state[0] for record in records)]]
+    rows = [["", *names], ["state", *(record.summary.ending.state for record in records)]]
     rows.append(["steps", *(f"{record.summary.steps:,}" for record in records)])
     speeds = [median_speed(record.metrics) for record in records]
     rows.append(["tokens/s", *("-" if one is None else f"{one:,.0f}" for one in speeds)])
@@ -64,9 +64,8 @@ def comparison_lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
     for name, one in zip(names[1:], found, strict=True):
         yield verdict(name, names[0], one)
     for record in records:
-        state, why = record.state
-        if state == "failed":
-            yield f"{record.run.path} failed: {why}"
+        if record.summary.ending.state == "failed":
+            yield f"{record.run.path} failed: {record.summary.ending.why}"
     for record in records:
         yield from (f"warning: {record.run.path}: {what}" for what in record.missing)
 

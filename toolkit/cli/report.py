@@ -60,12 +60,11 @@ def machine_output(record: RunRecord) -> dict[str, Any]:
     """Output of `--json`."""
     summary, spent = record.summary, record.spent
     fields = asdict(summary)
-    state, _ = record.state
     first, last = summary.losses or (None, None)
     prediction = summary.prediction
     return fields | {
         "run": str(record.run.path),
-        "state": state,
+        "state": summary.ending.state,
         "missing": record.missing,
         "pace": record.pace,
         "goodput": spent.share,

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from toolkit.cli.options import AsJson
 from toolkit.cli.output import Table, output
-from toolkit.report.record import RunLine, RunState, find_runs, run_line
+from toolkit.report.record import RunLine, find_runs, run_line
+from toolkit.report.summary import RunState
 from toolkit.text.terminal import printable
 from toolkit.text.units import duration
 

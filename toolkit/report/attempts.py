@@ -1,6 +1,6 @@
 """The starts of a run: its events, cut where `dmt launch` or a restart began again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -31,28 +31,22 @@ class Attempt:
         return next((time_of(event) for event in self.of("start")), None)
 
     @property
-    def launched(self) -> float | None:
-        """When its processes were asked for, or, under another launcher, began to run; None in
-        runs that did not record that."""
+    def began(self) -> float:
+        """When its processes were asked for; under another launcher, when they began to run."""
         first = self.events[0]
-        if begins(first):
-            return time_of(first)
-        for event in self.of("start"):
-            if (age_s := amount(event, "seconds")) is not None:
-                return time_of(event) - age_s
-        return None
+        for event in self.of("start") if not begins(first) else ():
+            return time_of(event) - (amount(event, "seconds") or 0.0)
+        return time_of(first)
 
     @property
     def load_s(self) -> float:
         """Loading a checkpoint."""
-        return sum(amount(event, "seconds") or 0.0 for event in self.of("load"))
+        return seconds_of(self.of("load"))
 
     @property
-    def began(self) -> float:
-        """When it began to take time."""
-        if self.launched is not None:
-            return self.launched
-        return time_of(self.events[0]) - self.load_s
+    def replay_s(self) -> float:
+        """Doing steps again that were done before a kill."""
+        return seconds_of(self.of("replay"))
 
     @property
     def stopped(self) -> bool:
@@ -82,8 +76,8 @@ class Attempt:
 def attempts(events: Sequence[Event]) -> list[Attempt]:
     """The starts of a run, in the order of the file; events without a time are left out.
 
-    A start begins with `launch`, with a `restart` of the launcher, or, in runs that recorded
-    neither, with the `start` of a training loop.
+    A start begins with `launch`, with a `restart` of the launcher, or, under another launcher,
+    with the `start` of a training loop.
     """
     found: list[Attempt] = []
     for event in filter(_timed, events):
@@ -135,6 +129,11 @@ def step_of(event: Event) -> int | None:
     return None if value is None else int(value)
 
 
+def seconds_of(events: Iterable[Event], name: str = "seconds") -> float:
+    """The sum of a field over events."""
+    return sum(amount(event, name) or 0.0 for event in events)
+
+
 def windows(
     found: Sequence[Attempt], unlogged_tail_s: float
 ) -> Iterator[tuple[Attempt, float, float]]:
@@ -150,15 +149,10 @@ def windows(
         if one.noticed is not None:
             end = one.noticed
         elif not one.of("end") and not one.of("failure"):
-            end += unlogged_tail_s if following is None else replay_s(following)
+            end += unlogged_tail_s if following is None else following.replay_s
         if following is not None:
             end = min(end, following.began)
         yield one, one.began, max(one.began, end)
-
-
-def replay_s(attempt: Attempt) -> float:
-    """Doing steps again that were done before a kill."""
-    return sum(amount(event, "seconds") or 0.0 for event in attempt.of("replay"))
 
 
 def _timed(event: Event) -> bool:

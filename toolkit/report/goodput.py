@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from toolkit.report.attempts import Attempt, Event, amount, attempts, replay_s, step_of, windows
+from toolkit.report.attempts import (
+    Attempt,
+    Event,
+    amount,
+    attempts,
+    seconds_of,
+    step_of,
+    windows,
+)
 
 Metrics = Mapping[str, Any]
 
@@ -62,19 +70,20 @@ class Goodput:
 def goodput(events: Sequence[Event], metrics: Sequence[Metrics]) -> Goodput:
     """Divide the time of a run. Raises nothing for events or fields that are missing."""
     found = attempts(events)
-    spans = list(windows(found, _unlogged_tail_s(found, metrics)))
     steps_s = _steps_s(metrics)
+    spans = list(windows(found, _unlogged_tail_s(found, steps_s)))
     skipped = _skipped_s(found, steps_s)
-    trained = sum(count * each for count, each in steps_s.values())
     parts = {
-        "productive": trained - skipped,
-        "start_up": _start_up_s(spans),
+        "productive": sum(count * each for count, each in steps_s.values()) - skipped,
+        "start_up": sum(
+            max(0.0, (one.started or end) - begin - one.load_s) for one, begin, end in spans
+        ),
         "loading": sum(one.load_s for one in found),
-        "replayed": sum(map(replay_s, found)),
-        "saving": _seconds(found, "save", "stall_s"),
+        "replayed": sum(one.replay_s for one in found),
+        "saving": sum(seconds_of(one.of("save"), "stall_s") for one in found),
         "skipped": skipped,
-        "evaluation": _seconds(found, "evaluation"),
-        "hung": _hung_s(spans),
+        "evaluation": sum(seconds_of(one.of("evaluation")) for one in found),
+        "hung": sum(max(0.0, end - max(begin, one.hung or end)) for one, begin, end in spans),
     }
     known = sum(parts.values())
     # The clock of a machine may be set back; what was measured was spent.
@@ -96,36 +105,13 @@ def _steps_s(metrics: Sequence[Metrics]) -> dict[int, tuple[int, float]]:
     return found
 
 
-def _unlogged_tail_s(found: Sequence[Attempt], metrics: Sequence[Metrics]) -> float:
+def _unlogged_tail_s(
+    found: Sequence[Attempt], steps_s: Mapping[int, tuple[int, float]]
+) -> float:
     """How long the last start trained after its last event, as its metrics say."""
-    if not found:
-        return 0.0
-    last = found[-1].step
-    steps = _steps_s(metrics).items()
-    return sum(min(count, step - last) * each for step, (count, each) in steps if step > last)
-
-
-def _start_up_s(spans: Sequence[tuple[Attempt, float, float]]) -> float:
-    """From launch to loop, less loading."""
-    waited = 0.0
-    for one, begin, end in spans:
-        ready = end if one.started is None else one.started
-        waited += max(0.0, ready - begin - one.load_s)
-    return waited
-
-
-def _hung_s(spans: Sequence[tuple[Attempt, float, float]]) -> float:
-    """From each halt to the end of that start."""
-    return sum(
-        max(0.0, end - max(begin, one.hung))
-        for one, begin, end in spans
-        if one.hung is not None
-    )
-
-
-def _seconds(found: Sequence[Attempt], kind: str, name: str = "seconds") -> float:
-    """The sum of a field over all events of a kind."""
-    return sum(amount(event, name) or 0.0 for one in found for event in one.of(kind))
+    last = found[-1].step if found else 0
+    ends = steps_s.items() if found else ()
+    return sum(min(count, step - last) * each for step, (count, each) in ends if step > last)
 
 
 def _skipped_s(found: Sequence[Attempt], steps_s: Mapping[int, tuple[int, float]]) -> float:

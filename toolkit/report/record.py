@@ -3,17 +3,16 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from toolkit.errors import DataError, DirectoryInUse, DmtError
 from toolkit.report.attempts import Event, amount, attempts, step_of
-from toolkit.report.facts import rows
 from toolkit.report.goodput import Goodput, Metrics, goodput
-from toolkit.report.summary import Ending, Summary, summarize
+from toolkit.report.summary import Ending, RunState, Summary, summarize
 from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
@@ -29,8 +28,6 @@ _MOST_GAPS = 3
 """Between logged lines, that are named."""
 _DEEPEST = 5
 """Folders below the one that is searched for runs."""
-
-RunState = Literal["running", "stopped", "failed", "done"]
 
 
 @dataclass
@@ -49,7 +46,7 @@ class RunRecord:
     @cached_property
     def summary(self) -> Summary:
         """What the run has done so far."""
-        return summarize(self.events, self.metrics)
+        return _summary(self.run, self.events, self.metrics)
 
     @cached_property
     def spent(self) -> Goodput:
@@ -67,13 +64,19 @@ class RunRecord:
         return [*found.values()]
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """See `facts.rows`."""
-        return rows(self.state, self.summary, self.pace)
+        """What there is to say of it, after a label."""
+        yield from self.summary.rows()
+        yield from (("pace", sentence) for sentence in self.pace)
 
-    @property
-    def state(self) -> tuple[RunState, str]:
-        """See `state_of`."""
-        return state_of(self.run, self.summary.ending)
+
+def _summary(run: RunDirectory, events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
+    """Without a recorded end, a run lives where its lock is held, or it wrote lately."""
+    found = summarize(events, metrics)
+    silent_s = time.time() - last_written(run)
+    if found.ending.state != "running" or silent_s < _ALIVE_S or _claimed(run):
+        return found
+    why = f"no end recorded, and silent for {duration(silent_s)}: killed?"
+    return replace(found, ending=Ending("failed", why=why))
 
 
 def read_lines(
@@ -186,21 +189,6 @@ def last_written(run: RunDirectory) -> float:
     return max((path.stat().st_mtime for path in signs if path.exists()), default=0.0)
 
 
-def state_of(run: RunDirectory, ending: Ending) -> tuple[RunState, str]:
-    """The run's state and, unless it runs or is done, why.
-
-    Without a recorded end, a run lives where its lock is held, or it wrote lately.
-    """
-    if ending.state == "finished":
-        return "done", ""
-    if ending.state != "open":
-        return ending.state, ending.why
-    silent_s = time.time() - last_written(run)
-    if silent_s < _ALIVE_S or _claimed(run):
-        return "running", ""
-    return "failed", f"no end recorded, and silent for {duration(silent_s)}: killed?"
-
-
 def _claimed(run: RunDirectory) -> bool:
     try:
         refuse_if_claimed(run)
@@ -234,8 +222,8 @@ def run_line(path: Path) -> RunLine:
     if not size and run.metrics.exists() and not run.metrics.is_file():
         missing.append(f"{run.metrics.name}: it is not a regular file")
     tail = jsonl.read(run.metrics, max(0, size - _TAIL)) if size else []
-    found = summarize(read_lines(run.events, missing, valid_event), tail)
-    state, why = state_of(run, found.ending)
+    found = _summary(run, read_lines(run.events, missing, valid_event), tail)
     loss = found.losses and found.losses[1].value
     age_s = max(0.0, time.time() - last_written(run))
-    return RunLine(str(path), state, why, found.steps, loss, age_s, missing)
+    ending = found.ending
+    return RunLine(str(path), ending.state, ending.why, found.steps, loss, age_s, missing)

@@ -1,28 +1,40 @@
 """What a run has done so far: steps, tokens, loss, starts, checkpoints, and how it ended."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 from typing import Any, Literal
 
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.report.attempts import Attempt, Event, amount, attempts, number, step_of
 from toolkit.report.goodput import Metrics
+from toolkit.run.comparison import differences
 
 DATA_BOUND = 0.1
 """From this share of the step time on, a run is bound by its data."""
 
-State = Literal["finished", "stopped", "failed", "open"]
+RunState = Literal["running", "stopped", "failed", "done"]
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the last start ended. `open`: no end was recorded, so it runs or was killed."""
+    """How the last start ended; `running` where no end is recorded."""
 
-    state: State
+    state: RunState
     exit_code: int | None = None
     why: str = ""
     """The signal that stopped it, or the first error, with its rank."""
+
+    def __str__(self) -> str:
+        if self.state == "done":
+            return "finished (exit code 0)"
+        if self.state == "stopped":
+            why = f" by {self.why}" if self.why else ""
+            return f"stopped{why} after saving (exit code {self.exit_code}); can be resumed"
+        if self.exit_code is not None:
+            return f"failed (exit code {self.exit_code}): {self.why}"
+        return self.why or "not yet: it is running"
 
 
 @dataclass(frozen=True)
@@ -40,9 +52,19 @@ class Saves:
     count: int
     last_step: int | None
     stall_s: float | None
-    """Mean stall of training; None where runs did not record it."""
+    """Mean stall of training; None without a checkpoint."""
     commit_s: float | None
     """Mean time until one was committed."""
+
+    def __str__(self) -> str:
+        if not self.count:
+            return "none written"
+        said = f"{self.count:,} written, the last at step {self.last_step or 0:,}"
+        if self.stall_s is not None:
+            said += f"; training stood still for {self.stall_s:.2f} s each"
+        if self.commit_s is not None:
+            said += f"; {self.commit_s:.2f} s until committed"
+        return said
 
 
 @dataclass(frozen=True)
@@ -51,7 +73,7 @@ class Summary:
 
     steps: int
     tokens: int | None
-    """Unmasked tokens consumed up to the last logged step; None where that was not counted."""
+    """Unmasked tokens consumed up to the last logged step; None before one is logged."""
     losses: tuple[Loss, Loss] | None
     """First and last that are logged."""
     validation: Loss | None
@@ -64,10 +86,41 @@ class Summary:
     saves: Saves
     data_wait_share: float | None
     """Share of the time of all logged steps that rank 0 waited for micro batches, 0 … 1; None
-    where no line says so."""
+    before a step is logged."""
     prediction: Mapping[str, Any] | None
     """The last `prediction` event."""
     ending: Ending
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Pairs of a label, empty where it continues, and what there is to say."""
+        yield "ended", str(self.ending)
+        tokens = self.tokens
+        trained = f", {tokens:,} trained tokens up to the last logged one" if tokens else ""
+        yield "steps", f"{self.steps:,} done{trained}"
+        if self.losses is not None:
+            first, last = self.losses
+            path = (
+                f"{first.value:.4f} at step {first.step:,} → {last.value:.4f} at {last.step:,}"
+            )
+            yield "loss", path
+        if (found := self.validation) is not None:
+            yield "validation", f"{found.value:.4f} at step {found.step:,}"
+        failures = f"{len(self.restarts):,} of them by the launcher after a failure"
+        starts = f"{self.starts:,}, {failures}"
+        if self.restarts_after_stop:
+            starts += f", {self.restarts_after_stop:,} although a signal had stopped the run"
+        yield "starts", starts
+        for reason in self.restarts:
+            yield "", f"- {reason}"
+        yield "checkpoints", str(self.saves)
+        if (share := self.data_wait_share) is not None and share >= DATA_BOUND:
+            waited = f"{share:.0%} of the step time was spent waiting for batches"
+            yield (
+                "data",
+                f"{waited}: the run is bound by its data (is `data.cache` a local disk?)",
+            )
+        if self.prediction is not None:
+            yield from differences(self.prediction)
 
 
 def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
@@ -91,7 +144,7 @@ def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
         saves=_saves(_all(found, "save")),
         data_wait_share=_data_wait_share(metrics),
         prediction=predictions[-1] if predictions else None,
-        ending=_ending(found[-1]) if found else Ending("open"),
+        ending=_ending(found[-1]) if found else Ending("running"),
     )
 
 
@@ -106,12 +159,11 @@ def _loss(record: Mapping[str, Any]) -> Loss | None:
 
 def _saves(events: Sequence[Event]) -> Saves:
     steps = [step for event in events if (step := step_of(event)) is not None]
-    return Saves(
-        len(events),
-        max(steps, default=None),
-        _mean([amount(event, "stall_s") for event in events]),
-        _mean([amount(event, "seconds") for event in events]),
-    )
+    means = []
+    for name in ("stall_s", "seconds"):
+        known = [each for event in events if (each := amount(event, name)) is not None]
+        means.append(fmean(known) if known else None)
+    return Saves(len(events), max(steps, default=None), *means)
 
 
 def _data_wait_share(metrics: Sequence[Metrics]) -> float | None:
@@ -127,22 +179,16 @@ def _data_wait_share(metrics: Sequence[Metrics]) -> float | None:
     return waited_s / trained_s if trained_s > 0 else None
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
-
-
 def _ending(last: Attempt) -> Ending:
     ends = [(int(amount(event, "exit_code") or 0), event) for event in last.of("end")]
-    reported = [*last.of("failure")]
-    for code, event in ends:
-        if not reported and code not in (EXIT_DONE, EXIT_RESUMABLE):
-            error = event.get("error", "no message recorded")
-            return Ending("failed", code, f"rank {event.get('rank', 0)}: {error}")
-    for event in reported[-1:]:
+    for event in last.of("failure")[-1:]:
         code = int(amount(event, "exit_code") or EXIT_FAILED)
         return Ending("failed", code, str(event.get("reason")))
+    for code, event in ends:
+        if code not in (EXIT_DONE, EXIT_RESUMABLE):
+            error = event.get("error", "no message recorded")
+            return Ending("failed", code, f"rank {event.get('rank', 0)}: {error}")
     if any(code == EXIT_RESUMABLE for code, _ in ends):
         signals = dict.fromkeys(str(event.get("signal")) for event in last.of("signal"))
         return Ending("stopped", EXIT_RESUMABLE, ", ".join(signals))
-    return Ending("finished", EXIT_DONE) if ends else Ending("open")
+    return Ending("done", EXIT_DONE) if ends else Ending("running")

@@ -77,13 +77,13 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
     runs = []
     drawn = charts(records, curves)
     for name, record in zip(names, records, strict=True):
-        state, why = record.state
+        ending = record.summary.ending
         found = marks(record)
         runs.append(
             {
                 "name": name,
-                "state": state,
-                "why": why,
+                "state": ending.state,
+                "why": ending.why,
                 "tiles": tiles(record),
                 "marks": [
                     {"step": one["step"], "tone": one["tone"]} for one in found[-MOST_MARKS:]
