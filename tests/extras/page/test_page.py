@@ -18,7 +18,7 @@ from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, event, metrics
 from tests.report.logs import write_run as write
 from toolkit.cli.main import main
 from toolkit.extras.page import page, page_data
-from toolkit.extras.page.thinning import Curves, kept
+from toolkit.extras.page.charts import columns, kept
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
 from toolkit.report.record import read_record
@@ -64,9 +64,8 @@ def test_thinning_keeps_the_extremes(length: int) -> None:
 
 
 def test_lines_without_an_order_are_left_out() -> None:
-    curves = Curves.of([*metrics(20, 2.0, every=5), {"loss": 1.0}, {"step": 3, "loss": 9.0}])
-    assert curves.steps == [1, 5, 10, 15, 20]
-    assert curves.points("nothing", 10) is None
+    found = columns([*metrics(20, 2.0, every=5), {"loss": 1.0}, {"step": 3, "loss": 9.0}])
+    assert found["step"] == [1, 5, 10, 15, 20] and "nothing" not in found
 
 
 def test_marks_and_curves(tmp_path: Path) -> None:

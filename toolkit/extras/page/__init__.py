@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError
-from toolkit.extras.page.charts import MOST_MARKS, charts, happened, marks
+from toolkit.extras.page.charts import MOST_MARKS, charts, marks
 from toolkit.extras.page.sections import Section, sections, tiles
-from toolkit.extras.page.thinning import Curves
 from toolkit.report.compare import (
     difference,
     names_of,
@@ -73,9 +72,8 @@ def embedded(data: Any) -> str:
 def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
     """Everything on the page, as JSON knows it; secrets are masked."""
     names = names_of(records)
-    curves = [Curves.of(record.metrics) for record in records]
     runs = []
-    drawn = charts(records, curves)
+    drawn = charts(records)
     for name, record in zip(names, records, strict=True):
         ending = record.summary.ending
         found = marks(record)
@@ -88,7 +86,7 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
                 "marks": [
                     {"step": one["step"], "tone": one["tone"]} for one in found[-MOST_MARKS:]
                 ],
-                "sections": [*sections(record), *happened(found)],
+                "sections": sections(record, found),
                 "missing": record.missing,
             }
         )

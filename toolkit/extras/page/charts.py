@@ -1,12 +1,12 @@
-"""What the page draws: curves of one or several runs, and marks where something was."""
+"""What the page draws: curves of one or several runs, and marks where something happened."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import EXIT_DONE
-from toolkit.extras.page.sections import Section
-from toolkit.extras.page.thinning import Curves, short
 from toolkit.report.attempts import Event, amount, number, of_plan, step_of
+from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.run.events import VALIDATION
 
@@ -39,19 +39,72 @@ MARKS = {
 }
 """Events that are marked: the word for each, and its colour."""
 
+Columns = Mapping[str, Sequence[float]]
+"""The numbers of a run's logged lines by name; NaN where a line has none."""
+Chart = dict[str, Any]
 
-def charts(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[str, Any]]:
+
+def columns(metrics: Sequence[Metrics]) -> Columns:
+    """All that lines state, in the order of the first that does. Lines without a step, or
+    behind a later one, are left out."""
+    lines, before = [], -math.inf
+    for line in metrics:
+        step = step_of(line)
+        if step is not None and step > before:
+            lines.append(line)
+            before = step
+    names = dict.fromkeys(name for line in lines for name in line)
+    return {name: [_number(line, name) for line in lines] for name in names}
+
+
+def _number(line: Metrics, name: str) -> float:
+    value = number(line, name)
+    return math.nan if value is None else value
+
+
+def kept(values: Sequence[float], buckets: int) -> Sequence[int]:
+    """Indices of `values` to draw: all of a short curve; of a long one, of each of so many
+    equal buckets the lowest and the highest, and the first that is no finite number."""
+    if len(values) <= 2 * buckets:
+        return range(len(values))
+    found = {0, len(values) - 1}
+    for bucket in range(buckets):
+        start, stop = (len(values) * edge // buckets for edge in (bucket, bucket + 1))
+        finite = [at for at in range(start, stop) if math.isfinite(values[at])]
+        gaps = (at for at in range(start, stop) if not math.isfinite(values[at]))
+        found |= {choose(finite, key=values.__getitem__) for choose in (min, max) if finite}
+        found |= {at for at in (next(gaps, None),) if at is not None}
+    return sorted(found)
+
+
+def _points(shown: Columns, name: str, buckets: int) -> dict[str, list[Any]] | None:
+    """A column over the steps, thinned; None where no line has a finite value."""
+    values = shown.get(name, ())
+    if not any(map(math.isfinite, values)):
+        return None
+    chosen = kept(values, buckets)
+    return {name: [_short(column[at]) for at in chosen]
+            for name, column in (("step", shown["step"]), ("y", values))}  # fmt: skip
+
+
+def _short(value: float) -> float | None:
+    """Six digits; None, which JSON has, for what is no finite number."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
+
+
+def charts(records: Sequence[RunRecord]) -> list[Chart]:
     """All charts; each has curves of one or several runs. Metrics for whose charts there is no
     room are named among what is missing of their run."""
     buckets = max(50, BUCKETS // len(records))
+    shown = [columns(record.metrics) for record in records]
     others = dict.fromkeys(
-        name for one in curves for name in one.names if name not in (*_KNOWN, *_IN_OTHERS)
+        name for one in shown for name in one if name not in (*_KNOWN, *_IN_OTHERS)
     )
-    found = [_chart(name, records, curves, buckets) for name in (*_KNOWN, *others)]
+    found = [_chart(name, records, shown, buckets) for name in (*_KNOWN, *others)]
     drawn = [chart for chart in found if chart is not None]
     left_out = [chart["id"] for chart in drawn[MOST_CHARTS:]]
-    for record, one in zip(records, curves, strict=True):
-        if names := [name for name in left_out if name in one.names]:
+    for record, one in zip(records, shown, strict=True):
+        if names := [name for name in left_out if name in one]:
             record.missing.append(
                 f"metrics.jsonl: {len(names)} metrics are not drawn, a page has at most "
                 f"{MOST_CHARTS} charts: {', '.join(names)}"
@@ -60,21 +113,21 @@ def charts(records: Sequence[RunRecord], curves: Sequence[Curves]) -> list[dict[
 
 
 def _chart(
-    name: str, records: Sequence[RunRecord], curves: Sequence[Curves], buckets: int
-) -> dict[str, Any] | None:
+    name: str, records: Sequence[RunRecord], shown: Sequence[Columns], buckets: int
+) -> Chart | None:
     """A metric of all runs, with what it is shown with and what it shows in words; None where
     no run has it."""
     title, unit = _KNOWN.get(name, (name, ""))
     lines: list[dict[str, Any]] = [
         {"run": run, "label": "", **points}
-        for run, one in enumerate(curves)
-        if (points := one.points(name, buckets)) is not None
+        for run, one in enumerate(shown)
+        if (points := _points(one, name, buckets)) is not None
     ]
-    for run, (record, one) in enumerate(zip(records, curves, strict=True)):
+    for run, (record, one) in enumerate(zip(records, shown, strict=True)):
         lines += [{"run": run, **line} for line in _beside(name, record, one, buckets)]
     if not lines:
         return None
-    if any(one.is_thinned(buckets) for one in curves):
+    if any(len(one.get("step", ())) > 2 * buckets for one in shown):
         unit = f"{unit}{'; ' if unit else ''}thinned: lowest and highest of each range"
     drawn = [value for value in lines[0]["y"] if value is not None]
     said = "no finite value"
@@ -86,56 +139,50 @@ def _chart(
 
 
 def _beside(
-    name: str, record: RunRecord, one: Curves, buckets: int
+    name: str, record: RunRecord, shown: Columns, buckets: int
 ) -> Iterator[Mapping[str, Any]]:
     """What a metric is shown with: validation, a part of it, or what the plan predicted."""
     if name == "loss":
-        for column, label in _validations(record):
-            if points := _evaluated(column, record):
+        evaluated = [one for one in record.events if one.get("kind") == "evaluation"]
+        names = dict.fromkeys(key for event in evaluated for key in event)
+        for column in ("loss", *(one for one in names if one.startswith(VALIDATION))):
+            label = "validation" if column == "loss" else column
+            if points := _evaluated(column, evaluated):
                 yield {"label": label, "kind": "points", **points}
-    if name == "step_time_s" and (points_ := one.points("data_wait_s", buckets)):
-        yield {"label": "waiting for data", "kind": "part", **points_}
+    if name == "step_time_s" and (part := _points(shown, "data_wait_s", buckets)):
+        yield {"label": "waiting for data", "kind": "part", **part}
     promised = _promised(name, record.plan)
-    if promised is not None and one.metrics and one.points(name, 1) is not None:
+    if promised is not None and _points(shown, name, 1) is not None:
         basis = of_plan(record.plan).get("basis")
         label = "predicted, for a nominal CPU" if basis == "nominal" else "predicted"
-        ends = [one.steps[0], one.steps[-1]]
-        yield {"label": label, "kind": "predicted", "step": ends, "y": [short(promised)] * 2}
+        ends = [shown["step"][0], shown["step"][-1]]
+        yield {"label": label, "kind": "predicted", "step": ends, "y": [_short(promised)] * 2}
 
 
 def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
     """What the plan predicts for a metric."""
-    predicted = of_plan(plan)
     if name in ("step_time_s", "memory_gib"):
-        return number(predicted, name)
+        return number(of_plan(plan), name)
     if name == "mfu":
         return number(plan, "mfu")
     layout, each = plan.get("layout"), number(plan, "tokens_per_s_per_gpu")
     if name != "tokens_per_s" or each is None or not isinstance(layout, dict):
         return None
-    ranks = [number(layout, degree) or 1.0 for degree in ("dp", "tp", "pp", "cp")]
-    return each * ranks[0] * ranks[1] * ranks[2] * ranks[3]
+    ranks = (number(layout, degree) or 1.0 for degree in ("dp", "tp", "pp", "cp"))
+    return each * math.prod(ranks)
 
 
-def _validations(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """The columns of validation losses, of all sources together first, with their labels."""
-    evaluated = [event for event in record.events if event.get("kind") == "evaluation"]
-    names = dict.fromkeys(name for event in evaluated for name in event)
-    yield "loss", "validation"
-    yield from ((name, name) for name in names if name.startswith(VALIDATION))
-
-
-def _evaluated(name: str, record: RunRecord) -> dict[str, list[Any]] | None:
-    """A column of the validations; of a step that was evaluated twice, the last."""
+def _evaluated(name: str, evaluated: Sequence[Event]) -> dict[str, list[Any]]:
+    """A column of the validations, empty without any; of a step that was evaluated twice, the
+    last."""
     found = {
         step: value
-        for event in record.events
-        if event.get("kind") == "evaluation" and (step := step_of(event)) is not None
+        for event in evaluated
+        if (step := step_of(event)) is not None
         if (value := number(event, name)) is not None
     }
-    if not found:
-        return None
-    return {"step": sorted(found), "y": [short(found[step]) for step in sorted(found)]}
+    steps = sorted(found)
+    return {"step": steps, "y": [_short(found[step]) for step in steps]} if found else {}
 
 
 def marks(record: RunRecord) -> list[dict[str, Any]]:
@@ -155,15 +202,6 @@ def marks(record: RunRecord) -> list[dict[str, Any]]:
             mark = {"word": word, "tone": tone, "step": step, "time": time}
             found.append({**mark, "what": _what(event)})
     return found
-
-
-def happened(found: Sequence[Mapping[str, Any]]) -> Iterator[Section]:
-    """The last marks in words; nothing without any."""
-    shown = found[-MOST_MARKS:]
-    if rows := [[f"{one['step']:g}", one["word"], one["time"], one["what"]] for one in shown]:
-        note = f"The last {len(rows)} of {len(found)}." if len(found) > len(rows) else ""
-        table = [["step", "", "time (UTC)", "why"], *rows]
-        yield {"title": "What happened", "note": note, "table": table}
 
 
 def _what(event: Event) -> str:

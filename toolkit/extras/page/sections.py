@@ -1,11 +1,11 @@
 """What the page states in words, bars and tables, for one run."""
 
-from collections.abc import Mapping
-from functools import lru_cache
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 
+from toolkit.extras.page.charts import MOST_MARKS
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.report.attempts import amount, number
@@ -25,16 +25,16 @@ Section = dict[str, Any]
 (the header first), `items` and `text` (shown when it is opened)."""
 
 
-def sections(record: RunRecord) -> list[Section]:
+def sections(record: RunRecord, happened: Sequence[Mapping[str, Any]]) -> list[Section]:
     """All there are of a run, in the order of the page."""
-    facts = record.rows()
     found = [
-        {"title": "Summary", "facts": [*map(list, facts)]},
+        {"title": "Summary", "facts": [*map(list, record.rows())]},
         _time(record),
         _parts(record, "step_time_s", "One step, as predicted", seconds),
         _memory(record),
         _recipe(record),
         _plan(record),
+        _what_happened(happened),
     ]
     return [section for section in found if section is not None]
 
@@ -103,21 +103,15 @@ def _recipe(record: RunRecord) -> Section | None:
     text = read_bytes(record.run.recipe).decode("utf-8")
     section: Section = {"title": "Recipe", "text": text, "open": "All settings"}
     try:
-        own = _settings(text)
+        stated = Recipe.model_validate(parse_recipe(text), strict=False)
     except ValidationError as error:
         note = f"This release does not read it: {error.error_count()} settings."
         return {**section, "note": note}
+    values = leaves(stated.model_dump(exclude_defaults=True, mode="json"))
+    own = [[key, in_yaml(value)] for key, value in values]
     section["note"] = f"{len(own)} settings differ from the defaults of this release."
     section["table"] = [["setting", "value"], *own]
     return section
-
-
-@lru_cache(maxsize=64)
-def _settings(recipe: str) -> list[list[str]]:
-    """Settings that differ from the defaults, with their values. Raises ValidationError."""
-    stated = Recipe.model_validate(parse_recipe(recipe), strict=False)
-    values = leaves(stated.model_dump(exclude_defaults=True, mode="json"))
-    return [[key, in_yaml(value)] for key, value in values]
 
 
 def _plan(record: RunRecord) -> Section | None:
@@ -144,6 +138,17 @@ def _plan(record: RunRecord) -> Section | None:
     reasons = plan.get("reasons")
     items = [str(reason) for reason in reasons] if isinstance(reasons, list) else []
     return {"title": "Plan", "facts": facts, "items": items}
+
+
+def _what_happened(found: Sequence[Mapping[str, Any]]) -> Section | None:
+    """The last marks in words."""
+    if not found:
+        return None
+    shown = found[-MOST_MARKS:]
+    rows = [[f"{one['step']:g}", one["word"], one["time"], one["what"]] for one in shown]
+    note = f"The last {len(rows)} of {len(found)}." if len(found) > len(rows) else ""
+    table = [["step", "", "time (UTC)", "why"], *rows]
+    return {"title": "What happened", "note": note, "table": table}
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
