@@ -27,7 +27,7 @@ from published import Case
 from toolkit.errors import PlanError
 from toolkit.plan.cost.efficiency import DEFAULT, TABLE, Efficiency
 from toolkit.plan.cost.time import step_time
-from toolkit.plan.estimate import Setup
+from toolkit.plan.cost.workload import Setup
 
 FITTED = tuple(name for name, constant in TABLE.items() if constant.spread)
 ROUNDS = 8
@@ -103,7 +103,7 @@ def errors(efficiency: Efficiency, runs: Sequence[Measured]) -> np.ndarray:
 
 
 def _predicted(setup: Setup, efficiency: Efficiency) -> float:
-    return step_time(setup.workload, setup.layout, setup.cluster, efficiency).total_s
+    return step_time(*setup[:3], efficiency).total_s
 
 
 def fit(runs: Sequence[Measured]) -> Efficiency:

@@ -19,8 +19,8 @@ from toolkit.errors import PlanError
 from toolkit.layout import CostPrecision, Layout, Placement, Recompute
 from toolkit.models.spec import ModelSpec, ParameterCounts
 from toolkit.plan.cost.memory import peak_memory, stage_memory
-from toolkit.plan.cost.workload import Workload
-from toolkit.plan.estimate import Setup, estimate, result
+from toolkit.plan.cost.workload import Setup, Workload
+from toolkit.plan.estimate import estimate, result
 from toolkit.plan.hardware.catalogue import GPUS, link
 from toolkit.plan.hardware.cluster import default_cluster, usual_gpus_per_node
 from toolkit.text.units import GIB
@@ -271,7 +271,7 @@ class Case:
                 )
         capacity = setup.cluster.gpu.memory_gib
         for recompute in choices:
-            one = replace(setup, layout=replace(setup.layout, recompute=recompute))
+            one = setup._replace(layout=replace(setup.layout, recompute=recompute))
             memory = peak_memory(one.workload, one.layout)
             # NeMo's recipes sum gradients in 16 bits instead of 32.
             needed = memory.allocated - self._nemo * memory["gradients"] / 2

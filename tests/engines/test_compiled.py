@@ -125,7 +125,7 @@ def test_memory(recompute: Any) -> None:
     spec = model_spec({"model_type": "llama", **CONFIGS["llama"], **ACTIVATIONS})
     for parts in ("none", "layers"):
         workload = Workload(spec, 512, "bf16", "ddp", fused_elementwise=parts == "layers")
-        planned = layer_activations(workload, Layout(recompute=recompute)).stored.total
+        planned = layer_activations(workload, Layout(recompute=recompute)).total
         kept = (saved_bytes(3, parts, recompute) - saved_bytes(1, parts, recompute)) / 2
         assert kept == pytest.approx(planned, rel=0.02), parts
 

@@ -159,7 +159,7 @@ def test_machine_code_and_memory() -> None:
     workload = Workload(
         spec, 512, "bf16", "ddp", fused_elementwise=False, fused_norms=True, fused_glu=True
     )
-    planned = layer_activations(workload, Layout()).stored.total
+    planned = layer_activations(workload, Layout()).total
     assert kept == pytest.approx(planned, rel=0.02)
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from tests.forked import run_ranks
-from tests.plan.eager_worker import DTYPES, GROUPS, HEADS, LENGTH, kept_bytes
+from tests.plan.eager_worker import GROUPS, HEADS, LENGTH, kept_bytes
 from tests.plan.making import RECIPES, TINY, recipe
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
-from toolkit.plan.cost.eager import eager
+from toolkit.plan.cost.layer import eager_bytes
 from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.planner import explore
 
@@ -19,8 +19,7 @@ def test_what_scores_keep() -> None:
             spec, LENGTH, precision, "fsdp", model=model, attention="eager",
             fused_elementwise=False,
         )  # fmt: skip
-        width = DTYPES[precision].itemsize
-        planned = eager(workload).kept.nbytes(width) * HEADS * LENGTH**2
+        planned = eager_bytes(workload, "kept") * HEADS * LENGTH**2
         sinks = 1.5 / LENGTH
         assert kept == pytest.approx(planned, rel=sinks), (family, model, precision)
 

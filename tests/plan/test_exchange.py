@@ -57,7 +57,7 @@ def test_kept_keys_and_values() -> None:
     kept = {}
     for one in EXCHANGES:
         layer = layer_activations(WORKLOAD, Layout(cp=8, exchange=one)).stored
-        kept[one] = layer.qkv + layer.attention
+        kept[one] = layer["qkv"] + layer["attention"]
     assert kept["all_gather"] - kept["ulysses"] == 2 * TOKENS / 8 * 6 * 2 * KEYS
 
 

@@ -11,14 +11,12 @@ from toolkit.errors import PlanError
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.collectives import Group, Network, network
 from toolkit.plan.cost.efficiency import DEFAULT, TABLE
 from toolkit.plan.cost.operators import device, matmul_s
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.time import StepTime, step_time
-from toolkit.plan.cost.traffic import PlacedLayout
-from toolkit.plan.cost.update import host_copies
-from toolkit.plan.cost.workload import Workload
+from toolkit.plan.cost.traffic import Links, links, update_symbols
+from toolkit.plan.cost.workload import Setup, Workload
 from toolkit.plan.hardware.cluster import Cluster, default_cluster, parse_cluster
 
 
@@ -57,27 +55,23 @@ def test_a_ring_moves_what_the_formula_says() -> None:
     assert found["tensor_s"] == pytest.approx(4 * 7 / 8 * 2 * 8192 * 4096 / rate)
 
 
-def test_a_ring_over_nodes_uses_every_members_adapter() -> None:
-    # 4 nodes of 8: 8 · 10 GB/s leave a node.
-    assert Group(32, 4, Network(8, 100e9, 10e9)).bytes_per_s == 80e9
-    assert Group(4, 4, Network(1, 100e9, 10e9)).bytes_per_s == 10e9  # one rank of each node
-    assert Group(8, 1, Network(8, 100e9, 10e9)).bytes_per_s == 100e9
-
-
-def test_all_to_all_is_limited_by_what_leaves_the_node() -> None:
-    # 16 ranks on 2 nodes: half of 16/15 of what is sent leaves through a 10 GB/s adapter.
-    spread = Group(16, 2, Network(8, 100e9, 10e9))
-    assert spread.exchange_bytes_per_s == pytest.approx(15 / 16 / 0.5 * 10e9)
-
-
-def test_groups_are_placed_tensor_first() -> None:
-    links = network(H100, DEFAULT)
-    assert links.group(8, 1).islands == 1
-    assert links.group(8, 8).islands == 8  # data parallel beside tp=8: one rank per node
-    assert links.group(32, 2).islands == 8
-    assert links.group(16, 1).islands == 2
-    rack = network(parse_cluster("18x4xgb200"), DEFAULT)
-    assert rack.group(72, 1).islands == 1
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        # A ring over 4 nodes of 8 uses every member's adapter: 8 · 10 GB/s leave a node.
+        (Links(8, 100e9, 10e9).ring(32, 1), 80e9),
+        (Links(1, 100e9, 10e9).ring(4, 1), 10e9),
+        (Links(8, 100e9, 10e9).ring(8, 1), 100e9),
+        # 16 ranks on 2 nodes: half of 16/15 of what each sends leaves its node.
+        (Links(8, 100e9, 10e9).exchange(16, 1), 15 / 16 / 0.5 * 10e9),
+        # Data parallel beside tensor 8: one rank of each node.
+        (links(H100, DEFAULT).islands(8, 8), 8),
+        (links(H100, DEFAULT).islands(32, 2), 8),
+        (links(parse_cluster("18x4xgb200"), DEFAULT).islands(72, 1), 1),
+    ],
+)
+def test_groups_are_limited_by_what_leaves_a_node(found: float, expected: float) -> None:
+    assert found == pytest.approx(expected)
 
 
 # Operators
@@ -144,7 +138,7 @@ def test_measured_speeds_replace_shares_of_peaks() -> None:
     cluster = replace(plain, gpu=measured)
     assert rates(cluster).matmul == 500e12
     link = replace(plain.node_link, measured_bytes_per_s=123e9)
-    assert network(replace(plain, node_link=link), DEFAULT).near_bytes_per_s == 123e9
+    assert links(replace(plain, node_link=link), DEFAULT).near == 123e9
 
 
 # The step
@@ -208,7 +202,7 @@ def test_fsdp_gathers_for_every_micro_batch_and_slows_computation() -> None:
     found = step_time(FSDP, once, cluster)
     thrice = step_time(FSDP, replace(once, gradient_accumulation=3), cluster)
     # Two gathers in 16 bits and a reduction in 32, all beside longer computation.
-    rate = network(cluster, DEFAULT).group(8, 1).bytes_per_s
+    rate = links(cluster, DEFAULT).ring(8, 1)
     once_s = DEFAULT["overlap.fsdp"] * 7 / 8 * LLAMA_8B.parameters.total / rate
     assert found["waiting_gather"] == pytest.approx(2 * once_s, rel=0.03)
     assert found["waiting_reduce"] == pytest.approx((2 + 4) * once_s, rel=0.03)
@@ -273,17 +267,18 @@ def test_bytes_that_offload_copies(
     """Per parameter of the shard: read from DeepSpeed 0.19.8 and FSDP2."""
     workload = replace(MODERN, engine=engine, precision=precision)
     cluster = parse_cluster("8xh100-80gb")
-    place = PlacedLayout(workload, layout, cluster, DEFAULT, network(cluster, DEFAULT))
     share = workload.share(1, 1, 1, 1, (), 0)
-    copies = host_copies(place, share)
-    names = ("loaded", "sums", "last_sums", "returned")
-    found = [copies[f"{name}_bytes"] for name in names]
+
+    def copied_by(accumulation: int) -> list[float]:
+        split = replace(layout, gradient_accumulation=accumulation)
+        symbols = update_symbols(Setup(workload, split, cluster), share, 1.0)
+        names = ("loaded", "sums", "last_sums", "returned")
+        return [symbols[f"{name}_bytes"] for name in names]
+
+    found = copied_by(1)
     assert found == pytest.approx([n * share.parameters / 8 for n in copied])
-    many = replace(place, layout=replace(layout, gradient_accumulation=4))
-    again = host_copies(many, share)
-    expected = (share.parameters, 0.0) if precision == "fp32" else tuple(found[1:3])
-    held_up = again["sums_bytes"], again["last_sums_bytes"]
-    assert held_up == expected, "fp32 gradients are summed on the host"
+    expected = [share.parameters, 0.0] if precision == "fp32" else found[1:3]
+    assert copied_by(4)[1:3] == expected, "fp32 gradients are summed on the host"
 
 
 def test_offload_is_not_free_beside_long_passes() -> None:

@@ -17,11 +17,10 @@ from toolkit.cli.output import output
 from toolkit.errors import EXIT_USER_ERROR, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.alternatives import over, what_if
-from toolkit.plan.cost.workload import workload_of
+from toolkit.plan.cost.workload import Setup, workload_of
 from toolkit.plan.dimensions import batch_text, layout_text, recompute_text
 from toolkit.plan.estimate import (
     Estimate,
-    Setup,
     derivations,
     estimate,
     machine_output,

@@ -3,27 +3,18 @@
 from dataclasses import dataclass
 from typing import Any
 
-from toolkit.layout import Layout, Pair
+from toolkit.layout import Pair
 from toolkit.models.hub import model_config
 from toolkit.plan.cost import terms
 from toolkit.plan.cost.memory import Memory
 from toolkit.plan.cost.time import StepTime, step_time
-from toolkit.plan.cost.workload import Workload, workload_of
+from toolkit.plan.cost.workload import Setup, workload_of
 from toolkit.plan.hardware.cluster import Cluster, usual_cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.search import Candidate, Room, demand, device_memory, room
 from toolkit.recipe.schema import Recipe
 from toolkit.text.units import GIB
-
-
-@dataclass(frozen=True)
-class Setup:
-    """One training setup: what is trained, how it is laid out, and on what."""
-
-    workload: Workload
-    layout: Layout
-    cluster: Cluster
 
 
 @dataclass(frozen=True)
@@ -50,7 +41,7 @@ class Estimate:
 
 def estimate(setup: Setup) -> Estimate:
     """Predict one setup."""
-    workload, layout, cluster = setup.workload, setup.layout, setup.cluster
+    workload, layout, cluster, _ = setup
     return Estimate(
         setup=setup,
         memory=device_memory(workload, layout, cluster),

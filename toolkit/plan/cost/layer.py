@@ -12,14 +12,13 @@ operand once, single PyTorch operators once each. Backward, a norm reads its inp
 gradient twice, and every residual sum is a sum of two gradients.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from math import lcm
+from typing import NamedTuple
 
 from toolkit.layout import Layout
-from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.engine import FP32_BYTES
-from toolkit.plan.cost.exchange import ContextSplit, context_split
 from toolkit.plan.cost.workload import Workload
 
 MASK_BYTES = 1
@@ -28,73 +27,126 @@ EAGER_RMS_NORM_BYTES = 4
 """Bytes per element that an RMSNorm of single PyTorch operators keeps in addition to its output
 and the scaled copy that its weight multiplies: the fp32 copy of its input, instead of its
 input."""
-
-
-class LayerActivations(NamedTuple):
-    """Bytes on one rank for one micro batch and one layer (the mean over layers)."""
-
-    norms: float
-    """The residual stream: inputs and outputs of the norms, dropout masks."""
-    qkv: float
-    """Queries, keys and values, and the latent vectors that they are projected from."""
-    attention: float
-    """Attention's output and what its kernel keeps: scores, or their row sums."""
-    mlp: float
-    """Dense feed-forward, the mean over layers."""
-    experts: float
-    """Mixture of experts: dispatched tokens, expert activations, the mean over layers."""
-
-    @property
-    def total(self) -> float:
-        """All parts."""
-        return self.norms + self.qkv + self.attention + self.mlp + self.experts
-
-
-Mixed = TypeVar("Mixed", bound=tuple[float, ...])
-
-
-def mixed(one: Mixed, other: Mixed, share: float) -> Mixed:
-    """Weighted mean of every field: `share` of one and the rest of the other."""
-    pairs = zip(one, other, strict=True)
-    of_kind: Callable[..., Mixed] = type(one)
-    return of_kind(*(share * mine + (1 - share) * theirs for mine, theirs in pairs))
+PARTS = ("norms", "qkv", "attention", "mlp", "experts")
+"""Of a layer: the residual stream with its norms and dropout masks; queries, keys and values;
+attention's output and what its kernel keeps; the dense feed-forward; mixture of experts. The
+last two are means over layers."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """What a rank keeps per layer, and what it also needs during one layer's backward pass."""
+    """Bytes that a rank keeps of a micro batch per layer (the mean over layers), and what it
+    also needs during one layer's backward pass."""
 
-    stored: LayerActivations
+    stored: Mapping[str, float]
+    """By `PARTS`."""
     whole: float
-    """Bytes of a layer that is not recomputed."""
+    """A layer that is not recomputed."""
     again: float
-    """Bytes of the recomputed activations of one layer."""
+    """The recomputed activations of one layer."""
     gradients: float
-    """Bytes of the gradients of one layer."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """The part of one micro batch that a rank computes."""
-
-    tokens: float
-    """Context parallel divides the sequence."""
-    tp: int
-    cp: int
-    ep: int
-    sequence_parallel: bool
+    """The gradients of one layer."""
 
     @property
-    def stream(self) -> float:
-        """Tokens of the residual stream (norms, residual sums) on this rank."""
-        return self.tokens / self.tp if self.sequence_parallel else self.tokens
+    def total(self) -> float:
+        """All that is stored."""
+        return sum(self.stored.values())
+
+
+def tokens_of(workload: Workload, layout: Layout) -> float:
+    """Tokens of one micro batch on a rank: context parallel divides the sequence."""
+    return layout.micro_batch * workload.sample_tokens / layout.cp
+
+
+def stream_of(workload: Workload, layout: Layout) -> float:
+    """Tokens of the residual stream (norms, residual sums) on a rank."""
+    tokens = tokens_of(workload, layout)
+    return tokens / layout.tp if layout.sequence_parallel else tokens
+
+
+class ContextSplit(NamedTuple):
+    """Elements of attention on a rank of a context group, for one layer and micro batch.
+
+    Each rank computes two of the 2·cp equal runs of a row, one from each end, so that under a
+    causal mask all have equal work (Llama 3, arXiv:2407.21783, section 3.3.2). They gather keys
+    and values (`all_gather`), or send each other heads, so that each attends with a part of
+    them (`ulysses`); keys of fewer heads than ranks are repeated.
+    """
+
+    query: float
+    """Queries of its own positions; equal to attention's output."""
+    key: float
+    """Keys of its own positions; equal to the values."""
+    attended_key: float
+    """Keys that attention keeps for its backward pass."""
+    kept: float
+    """What is kept besides queries, keys, values and the output: that output before the heads
+    were sent back, or of the two runs each for itself."""
+    received: float
+    """Elements that a rank receives in a forward pass."""
+    buffers: float
+    """Elements that are sent and received at once: those that are gathered before they are put
+    in order, or those of all heads that are sent."""
+
+
+def context_split(workload: Workload, layout: Layout) -> ContextSplit:
+    """The exchange of a micro batch."""
+    spec, tp, cp = workload.spec, layout.tp, layout.cp
+    of_heads = tokens_of(workload, layout) * spec.head_dim
+    query, key = of_heads * spec.heads / tp, of_heads * spec.kv_heads / tp
+    kept = query if cp > 1 else 0.0
+    if layout.exchange == "all_gather":
+        return ContextSplit(query, key, key * cp, kept, 2 * key * (cp - 1), 2 * key * cp)
+    keys = max(1, spec.kv_heads // tp)
+    sent = key * (lcm(keys, cp) // keys)
+    received = 2 * (query + sent) * (cp - 1) / cp
+    return ContextSplit(query, key, sent, kept, received, query + 2 * sent)
+
+
+class Eager(NamedTuple):
+    """Attention by plain products: bytes per score in 16 bits, and in fp32."""
+
+    kept: tuple[int, int]
+    """For the backward pass."""
+    workspace: tuple[int, int]
+    """Alive at once in its backward pass besides what is kept and not yet freed."""
+    forward: tuple[int, int]
+    """Read or written in the forward pass, the two products left out."""
+    backward: tuple[int, int]
+
+
+# Counted in the operators of transformers' `eager_attention_forward` (models/llama, gemma2 and
+# gpt_oss) and of our megatron-core layers' `EagerAttention` (models/megatron/attention.py).
+# Both repeat keys and values for each query head, and add or fill in a mask; dropout is 0. In
+# 16 bits the weights are a copy of fp32 ones. Backward, gradients of the weights are cast to
+# fp32 (the weights are free), and the softmax makes those of the scores. Elements that move:
+# scale 2 and 2, mask 2 and 0, casts 2 and 2 in fp32 each way, softmax 2 and 3 in fp32; a soft
+# cap divides (2 and 2), takes the tanh (2 and 3) and multiplies (2 and 2).
+_PLAIN = Eager(kept=(6, 4), workspace=(6, 0), forward=(28, 40), backward=(28, 36))
+_CAPPED = Eager(kept=(8, 8), workspace=(6, 0), forward=(40, 64), backward=(42, 64))
+# Sinks: transformers concatenates them in the compute precision, megatron-core in fp32.
+# Backward, the gradient of what was cut off is written into zeros.
+_SINKS = Eager(kept=(2, 4), workspace=(4, 8), forward=(22, 44), backward=(26, 52))
+_MEGATRON_SINKS = Eager(kept=(6, 8), workspace=(10, 8), forward=(36, 48), backward=(40, 48))
+# torch.compile keeps the first product and the weights, and makes the rest again: what
+# inductor's graphs of gemma2's layers keep.
+_COMPILED = Eager(kept=(4, 8), workspace=(4, 8), forward=(4, 8), backward=(6, 12))
+
+
+def eager_bytes(workload: Workload, what: str) -> int:
+    """Bytes per score of a field of `Eager`, where attention is `eager`."""
+    sinks = _MEGATRON_SINKS if workload.megatron_layers else _SINKS
+    kinds = {"plain": _PLAIN, "capped": _CAPPED, "sinks": sinks}
+    found = _COMPILED if workload.fused_elementwise else kinds[workload.spec.scores]
+    each: tuple[int, int] = getattr(found, what)
+    return each[workload.width == FP32_BYTES]
 
 
 class Op(NamedTuple):
     """One operator, or a chain of elementwise ones, of a layer's forward pass."""
 
     part: str
-    """A field of `LayerActivations`."""
+    """One of `PARTS`."""
     kept: float = 0.0
     """Bytes until the backward pass."""
     moved: float = 0.0
@@ -104,25 +156,24 @@ class Op(NamedTuple):
     """Count, tokens, outputs and inputs of a matrix product."""
 
 
-def operators(
-    workload: Workload, part: Slice, split: ContextSplit, *, experts: bool
-) -> Iterator[Op]:
+def operators(workload: Workload, layout: Layout, *, experts: bool) -> Iterator[Op]:
     """Operators of a dense layer, or of one with experts."""
-    yield from _norms(workload, part)
-    yield from _attention(workload, part, split)
-    yield from (_experts if experts else _mlp)(workload, part)
+    yield from _norms(workload, layout)
+    yield from _attention(workload, layout)
+    yield from (_experts if experts else _mlp)(workload, layout)
 
 
-def _norms(workload: Workload, part: Slice) -> Iterator[Op]:
+def _norms(workload: Workload, layout: Layout) -> Iterator[Op]:
     """Two norms and the sums with the residual stream, and dropout in front of these."""
     spec, width = workload.spec, workload.width
-    stream, whole = part.stream * spec.hidden, part.tokens * spec.hidden
+    stream = stream_of(workload, layout) * spec.hidden
     fused = workload.fused_elementwise or workload.fused_norms
     # PyTorch's RMSNorm is a chain, partly in fp32.
     norm, back = (2, 4) if fused or spec.layer_norm else (13, 20)
     # Attention and MLP keep what they read. megatron-core gathers a norm's split output again
     # in the backward pass; torch's tensor parallel keeps it gathered.
-    read = whole if workload.cost.gathers_norms else stream
+    gathered = workload.cost.gathers_norms
+    read = tokens_of(workload, layout) * spec.hidden if gathered else stream
     kept = spec.norms_per_layer * _norm_bytes(workload) * stream
     kept += min(spec.norms_per_layer, 2) * width * read
     yield Op("norms", kept, 2 * (norm + 3) * stream, 2 * (back + 3) * stream)
@@ -130,35 +181,36 @@ def _norms(workload: Workload, part: Slice) -> Iterator[Op]:
         yield Op("norms", 2 * MASK_BYTES * stream, stream, 5 * stream)
 
 
-def _attention(workload: Workload, part: Slice, split: ContextSplit) -> Iterator[Op]:
+def _attention(workload: Workload, layout: Layout) -> Iterator[Op]:
     """Projections and rotary positions; what attention's kernel moves is in its own time."""
-    spec, width, tokens = workload.spec, workload.width, part.tokens
+    spec, width, tokens = workload.spec, workload.width, tokens_of(workload, layout)
+    split = context_split(workload, layout)
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
     head_norms = split.query + split.key if spec.query_key_norm else 0.0
     kept = width * _projected(workload, split) + _norm_bytes(workload) * head_norms
-    kept += _latents(workload, part.stream)
-    yield Op("qkv", kept, product=(1, tokens, (queries + 2 * keys) / part.tp, spec.hidden))
+    kept += _latents(workload, stream_of(workload, layout))
+    yield Op("qkv", kept, product=(1, tokens, (queries + 2 * keys) / layout.tp, spec.hidden))
     if not spec.learned_positions:
         fused = workload.fused_elementwise or workload.fused_norms
-        rotated = (2 if fused else 12) * tokens * (queries + keys) / part.tp
+        rotated = (2 if fused else 12) * tokens * (queries + keys) / layout.tp
         yield Op("qkv", 0.0, rotated, rotated)
-    kept = width * (split.query + split.kept) + _kernel(workload, part)
-    yield Op("attention", kept, product=(1, tokens, spec.hidden, queries / part.tp))
+    kept = width * (split.query + split.kept) + _kernel(workload, layout)
+    yield Op("attention", kept, product=(1, tokens, spec.hidden, queries / layout.tp))
 
 
-def _mlp(workload: Workload, part: Slice) -> Iterator[Op]:
-    spec, inner = workload.spec, workload.spec.intermediate / part.tp
-    elements = part.tokens * spec.intermediate / part.tp
+def _mlp(workload: Workload, layout: Layout) -> Iterator[Op]:
+    spec, tokens = workload.spec, tokens_of(workload, layout)
+    inner, elements = spec.intermediate / layout.tp, tokens * spec.intermediate / layout.tp
     gate = 2 if spec.gated_mlp else 1
-    yield Op("mlp", product=(1, part.tokens, gate * inner, spec.hidden))
+    yield Op("mlp", product=(1, tokens, gate * inner, spec.hidden))
     moved, back, tensors = _activation(workload)
     kept = workload.width * tensors * elements
-    back = back * elements + _bias(workload, part, elements)
+    back = back * elements + _bias(workload, layout, elements)
     yield Op("mlp", kept, moved * elements, back)
-    yield Op("mlp", product=(1, part.tokens, spec.hidden, inner))
+    yield Op("mlp", product=(1, tokens, spec.hidden, inner))
 
 
-def _experts(workload: Workload, part: Slice) -> Iterator[Op]:
+def _experts(workload: Workload, layout: Layout) -> Iterator[Op]:
     """Tokens times experts per token, spread evenly over ranks: balanced routing.
 
     Kept are the dispatched tokens, the experts' inner tensors and outputs, and the router's
@@ -166,30 +218,32 @@ def _experts(workload: Workload, part: Slice) -> Iterator[Op]:
     megatron-core's single operators scale the input of the last product by the probability, and
     also keep it unscaled.
     """
-    spec, width, each = workload.spec, workload.width, workload.spec.experts_per_token
-    count, inner = spec.experts / part.ep, float(spec.expert_intermediate)
-    tokens = part.tokens * (each / count)
-    if part.ep > 1:
-        tokens /= part.tp  # experts are whole; the group's tokens are distributed
+    spec, width, tp = workload.spec, workload.width, layout.tp
+    tokens, stream = tokens_of(workload, layout), stream_of(workload, layout)
+    each, inner = spec.experts_per_token, float(spec.expert_intermediate)
+    count = spec.experts / layout.ep
+    of_expert = tokens * (each / count)
+    if layout.ep > 1:
+        of_expert /= tp  # experts are whole; the group's tokens are distributed
     else:
-        inner /= part.tp
+        inner /= tp
     gate = 2 if spec.gated_mlp else 1
-    yield Op("experts", product=(count, tokens, gate * inner, spec.hidden))
+    yield Op("experts", product=(count, of_expert, gate * inner, spec.hidden))
     moved, back, tensors = _activation(workload)
     held = (tensors + _single_megatron(workload)) * each * spec.expert_intermediate
     held += tensors * spec.shared_intermediate
     kept = (
-        2 * width * part.stream * each * spec.hidden
-        + width * held * part.tokens / part.tp
-        + FP32_BYTES * part.stream * spec.experts
+        2 * width * stream * each * spec.hidden
+        + width * held * tokens / tp
+        + FP32_BYTES * stream * spec.experts
     )
-    elements = part.tokens * each * spec.expert_intermediate / part.tp
-    back = back * elements + _bias(workload, part, elements)
+    elements = tokens * each * spec.expert_intermediate / tp
+    back = back * elements + _bias(workload, layout, elements)
     yield Op("experts", kept, moved * elements, back)
     # Tokens are sorted by expert, and summed with their weights.
-    routed = 5 * part.tokens * each * spec.hidden / part.tp
+    routed = 5 * tokens * each * spec.hidden / tp
     yield Op("experts", 0.0, routed, routed)
-    yield Op("experts", product=(count, tokens, spec.hidden, inner))
+    yield Op("experts", product=(count, of_expert, spec.hidden, inner))
 
 
 def _activation(workload: Workload) -> tuple[float, float, int]:
@@ -207,9 +261,11 @@ def _activation(workload: Workload) -> tuple[float, float, int]:
     return 5, 8, 5 if _single_megatron(workload) else 4
 
 
-def _bias(workload: Workload, part: Slice, inner: float) -> float:
+def _bias(workload: Workload, layout: Layout, inner: float) -> float:
     """Gradients of biases are sums over all tokens."""
-    return inner + 2 * part.stream * workload.spec.hidden if workload.spec.mlp_bias else 0.0
+    if not workload.spec.mlp_bias:
+        return 0.0
+    return inner + 2 * stream_of(workload, layout) * workload.spec.hidden
 
 
 def of_micro_batch(layout: Layout) -> Layout:
@@ -231,34 +287,38 @@ def of_micro_batch(layout: Layout) -> Layout:
 
 def layer_activations(workload: Workload, layout: Layout) -> Activations:
     """What one micro batch leaves on a rank per layer."""
-    tp, cp, recompute = layout.tp, layout.cp, layout.recompute
-    tokens = layout.micro_batch * workload.sample_tokens / cp
-    part = Slice(tokens, tp, cp, 1, layout.sequence_parallel)
-    split = context_split(workload, layout.exchange, tp, cp, tokens)
-    stored = whole = _everything(workload, part, split)
-    if recompute == "full":
-        stored = _layer_input(workload, part)
-    elif recompute == "selective" and workload.cost.selective == "products":
-        stored = _every_second_product(workload, part, split, whole)
-    elif recompute == "selective":
-        stored = _without_scores(workload, split, whole)
+    split, width = context_split(workload, layout), workload.width
+    whole = _everything(workload, layout)
+    stored = dict(whole)
+    if layout.recompute == "full":  # the input of each layer (Korthikanti et al., table 2)
+        held = width * stream_of(workload, layout) * workload.spec.hidden
+        stored = dict.fromkeys(PARTS, 0.0) | {"norms": held}
+    elif layout.recompute == "selective" and workload.cost.selective == "products":
+        stored |= _every_second_product(workload, layout, split)
+    elif layout.recompute == "selective":
+        # megatron-core recomputes core attention (Korthikanti et al., section 5).
+        if workload.attention == "eager":  # keys and values are repeated again
+            plain = split.query + 2 * split.key + _rotated(workload, split)
+            stored["qkv"] += width * (plain - _projected(workload, split))
+        stored["attention"] = width * split.query
     # The last recomputed layer is completely in memory again, together with the gradients.
-    again = max(0.0, whole.total - stored.total)
-    gradients = _gradients(workload, part, split, whole) + _changed_experts(workload)
-    return Activations(stored, whole.total, again, gradients)
+    total = sum(whole.values())
+    again = max(0.0, total - sum(stored.values()))
+    gradients = _gradients(workload, layout, split, whole) + _changed_experts(workload)
+    return Activations(stored, total, again, gradients)
 
 
-def _everything(workload: Workload, part: Slice, split: ContextSplit) -> LayerActivations:
+def _everything(workload: Workload, layout: Layout) -> dict[str, float]:
     """Nothing is recomputed."""
-    spec, kept = workload.spec, dict.fromkeys(LayerActivations._fields, 0.0)
-    experts = _experts(workload, part) if spec.moe_layers else ()
-    for op in (*operators(workload, part, split, experts=False), *experts):
+    spec, kept = workload.spec, dict.fromkeys(PARTS, 0.0)
+    experts = _experts(workload, layout) if spec.moe_layers else ()
+    for op in (*operators(workload, layout, experts=False), *experts):
         if op.kept:
             kept[op.part] += op.kept
     kept["mlp"] *= 1 - spec.moe_layers / spec.layers
     kept["experts"] = kept["experts"] * spec.moe_layers / spec.layers
     kept["experts"] += _changed_experts(workload)
-    return LayerActivations(**kept)
+    return kept
 
 
 def _projected(workload: Workload, split: ContextSplit) -> float:
@@ -310,14 +370,14 @@ def _eager_norms(workload: Workload) -> bool:
     return not (workload.megatron_layers or fused or workload.spec.layer_norm)
 
 
-def _kernel(workload: Workload, part: Slice) -> float:
+def _kernel(workload: Workload, layout: Layout) -> float:
     """What attention itself keeps between the query-key product and its output."""
-    rows = part.tokens / part.tp * workload.spec.heads
+    rows = tokens_of(workload, layout) / layout.tp * workload.spec.heads
     if workload.attention == "fused":  # FlashAttention, arXiv:2205.14135: fp32 row sums
         return FP32_BYTES * rows
     width, scores = workload.width, rows * workload.sequence_length
     if workload.attention == "eager":
-        return eager(workload).kept.nbytes(width) * scores
+        return eager_bytes(workload, "kept") * scores
     per_score = width  # the softmax's output
     if workload.dropout:
         per_score += MASK_BYTES + width  # the mask, and the product's input
@@ -333,64 +393,49 @@ def _changed_experts(workload: Workload) -> float:
     return workload.width * workload.spec.parameters.experts / workload.spec.layers
 
 
-def _layer_input(workload: Workload, part: Slice) -> LayerActivations:
-    """Full recompute: the input of each layer (Korthikanti et al., table 2: 2·s·b·h)."""
-    held = workload.width * part.stream * workload.spec.hidden
-    return LayerActivations(held, 0.0, 0.0, 0.0, 0.0)
-
-
-def _without_scores(
-    workload: Workload, split: ContextSplit, whole: LayerActivations
-) -> LayerActivations:
-    """megatron-core's selective recompute of core attention (Korthikanti et al., section 5)."""
-    width, qkv = workload.width, whole.qkv
-    if workload.attention == "eager":  # keys and values are repeated again
-        plain = split.query + 2 * split.key + _rotated(workload, split)
-        qkv += width * (plain - _projected(workload, split))
-    return whole._replace(qkv=qkv, attention=width * split.query)
-
-
 def _every_second_product(
-    workload: Workload, part: Slice, split: ContextSplit, whole: LayerActivations
-) -> LayerActivations:
-    """torchtitan's selective recompute per operator: attention and every second product.
+    workload: Workload, layout: Layout, split: ContextSplit
+) -> dict[str, float]:
+    """torchtitan's selective recompute per operator: attention and every second product; of
+    experts everything.
 
     Of query, key, value, output, gate, up and down (or in and out), the odd ones are kept,
     and the output of each reduce-scatter of the tensor group.
     """
     spec, width = workload.spec, workload.width
     dense = 1 - spec.moe_layers / spec.layers
-    scattered = 2 if part.tp > 1 else 0
-    down = part.tokens * spec.hidden if spec.gated_mlp else 0.0
-    return LayerActivations(
-        norms=(1 + scattered) * width * part.stream * spec.hidden,
-        qkv=width * (split.query + split.key),
-        attention=width * split.query + _kernel(workload, part),
-        mlp=dense * width * (_inner(workload, part) + down),
-        experts=whole.experts,
-    )
+    scattered = 2 if layout.tp > 1 else 0
+    down = tokens_of(workload, layout) * spec.hidden if spec.gated_mlp else 0.0
+    return {
+        "norms": (1 + scattered) * width * stream_of(workload, layout) * spec.hidden,
+        "qkv": width * (split.query + split.key),
+        "attention": width * split.query + _kernel(workload, layout),
+        "mlp": dense * width * (_inner(workload, layout) + down),
+    }
 
 
-def _inner(workload: Workload, part: Slice) -> float:
+def _inner(workload: Workload, layout: Layout) -> float:
     """Elements of an inner tensor of a dense MLP, or of experts if all layers have them."""
-    spec, split = workload.spec, part.tokens / part.tp
+    spec, split = workload.spec, tokens_of(workload, layout) / layout.tp
     if spec.moe_layers == spec.layers:
         return split * spec.experts_per_token * spec.expert_intermediate
     return split * spec.intermediate
 
 
 def _gradients(
-    workload: Workload, part: Slice, split: ContextSplit, whole: LayerActivations
+    workload: Workload, layout: Layout, split: ContextSplit, whole: Mapping[str, float]
 ) -> float:
     """Gradients alive at once in a layer's backward: those of its largest part. What the MLP
     kept (of `whole`) is free when attention's are made."""
-    spec, width, inner = workload.spec, workload.width, _inner(workload, part)
+    spec, width, inner = workload.spec, workload.width, _inner(workload, layout)
+    tokens = tokens_of(workload, layout)
     mlp = width * (3 if spec.gated_mlp else 2) * inner
-    scores = part.tokens / part.tp * spec.heads * workload.sequence_length
-    around = width * 2 * part.tokens * spec.hidden
+    scores = tokens / layout.tp * spec.heads * workload.sequence_length
+    around = width * 2 * tokens * spec.hidden
     if workload.attention == "eager":
-        own = eager(workload).workspace.nbytes(width) * scores
-        return around + max(mlp, width * 2 * split.query + own - whole.mlp - whole.experts)
+        own = eager_bytes(workload, "workspace") * scores
+        freed = whole["mlp"] + whole["experts"]
+        return around + max(mlp, width * 2 * split.query + own - freed)
     attention = 2 * (split.query + 2 * split.attended_key)
     if workload.attention == "unfused":
         attention += 2 * scores

@@ -20,8 +20,13 @@ from toolkit.optimizers.base import EXCHANGED_AT_ONCE, MOMENTS
 from toolkit.plan.cost import terms
 from toolkit.plan.cost.efficiency import DEFAULT
 from toolkit.plan.cost.engine import FP32_BYTES, in_place_logit_bytes
-from toolkit.plan.cost.exchange import context_split
-from toolkit.plan.cost.layer import layer_activations, of_micro_batch
+from toolkit.plan.cost.layer import (
+    context_split,
+    layer_activations,
+    of_micro_batch,
+    stream_of,
+    tokens_of,
+)
 from toolkit.plan.cost.owned import replicated
 from toolkit.plan.cost.stages import (
     StageShare,
@@ -366,19 +371,18 @@ def micro_batch_symbols(workload: Workload, layout: Layout) -> Mapping[str, floa
     """Symbols that one micro batch has on every stage; see `of_micro_batch`."""
     spec, width, tp = workload.spec, workload.width, layout.tp
     layer = layer_activations(workload, layout)
-    tokens = layout.micro_batch * workload.sample_tokens / layout.cp
+    tokens = tokens_of(workload, layout)
     whole = width * tokens * spec.hidden
-    stream = whole / (tp if layout.sequence_parallel else 1)
+    stream = width * stream_of(workload, layout) * spec.hidden
     messages = whole if layout.sequence_parallel and tp > 1 else 0.0  # the gathered sequence
     if layout.pp > 1:
         messages += MESSAGES * stream
     if layout.cp > 1:
-        split = context_split(workload, layout.exchange, tp, layout.cp, tokens)
-        messages += width * split.buffers
+        messages += width * context_split(workload, layout).buffers
     rows = workload.logit_rows(tp)
     logit_bytes, chunks, per_weight = _logits(workload, layout.loss, int(tokens), tp)
     return {
-        **{f"{part}_bytes": size for part, size in layer.stored._asdict().items()},
+        **{f"{part}_bytes": size for part, size in layer.stored.items()},
         "whole_layer_bytes": layer.whole,
         "again_bytes": layer.again,
         "layer_gradient_bytes": layer.gradients,

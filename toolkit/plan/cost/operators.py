@@ -5,22 +5,21 @@ the memory bandwidth; elementwise operators are limited by their bytes. Collecti
 included.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 from toolkit.errors import PlanError
-from toolkit.layout import CostPrecision, LossKernel, Recompute
+from toolkit.layout import CostPrecision, Layout
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.eager import eager
 from toolkit.plan.cost.efficiency import Efficiency
-from toolkit.plan.cost.exchange import context_split
-from toolkit.plan.cost.layer import Slice, mixed, operators
+from toolkit.plan.cost.layer import eager_bytes, operators, tokens_of
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.hardware.catalogue import Gpu
 
+KINDS = ("matmul", "attention", "elementwise", "launch")
+"""Of a pass's seconds; launch: gaps between kernels."""
 SAVED_PRODUCTS = 0.5
 """Share of the matrix products that FSDP's selective recompute keeps: every second one."""
 BACKWARD_SCORES = 2.5
@@ -51,9 +50,10 @@ class Device:
     """Inner size of a matrix product at which half of its rate is reached."""
     half_sequence: float
     """Tokens at which the attention kernel reaches half of its rate."""
+    attention_back: float
+    """Rate of its backward pass as a share of the forward pass's."""
     gap_s: float
     """Gap between two kernels."""
-    efficiency: Efficiency
 
 
 @lru_cache(maxsize=1024)
@@ -82,8 +82,8 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
         memory=measured or memory * efficiency["memory"],
         half_k=efficiency[f"matmul.half_k{of}"],
         half_sequence=efficiency[f"attention.half_sequence{of}"],
+        attention_back=efficiency["attention.backward"],
         gap_s=efficiency[f"kernel.gap_s{of}"],
-        efficiency=efficiency,
     )
 
 
@@ -117,41 +117,9 @@ def attention_kernel(gpu: Gpu, workload: Workload) -> str:
     return gpu.generation
 
 
-class Pass(NamedTuple):
-    """Seconds of one pass of one layer, by kind."""
-
-    matmul: float = 0.0
-    attention: float = 0.0
-    elementwise: float = 0.0
-    launch: float = 0.0
-    """Gaps between kernels."""
-    flops: float = 0.0
-    """FLOPs of the matrix products."""
-
-
-class LayerTime(NamedTuple):
-    """The passes of one layer; of a model with some expert layers, the mean over layers."""
-
-    forward: Pass
-    backward: Pass
-    recompute: Pass
-    """The part of the forward pass that the backward pass recomputes first."""
-
-    def reached(self, share: float) -> "LayerTime":
-        """The mean over layers if the backward pass goes through this share of them."""
-        if share == 1:
-            return self
-        return LayerTime(
-            self.forward,
-            mixed(self.backward, Pass(), share),
-            mixed(self.recompute, Pass(), share),
-        )
-
-
 # Matrix products
 
 
-@lru_cache(maxsize=1 << 17)
 def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = False) -> float:
     """Seconds of [m, k] · [k, n], or its memory limit. Along k, the start and end of a tile
     cost as much as `half_k` products."""
@@ -164,20 +132,20 @@ def matmul_s(m: float, n: float, k: float, device: Device, *, plain: bool = Fals
 # Attention
 
 
-def _attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
+def _attention_s(workload: Workload, layout: Layout, device: Device) -> tuple[float, float]:
     """Forward and backward of softmax(q·kᵀ)·v on one rank."""
     if workload.attention == "fused":
-        return _fused_attention_s(workload, part, device)
+        return _fused_attention_s(workload, layout, device)
     spec, width = workload.spec, device.width
-    scores = part.tokens * workload.sequence_length * spec.heads / part.tp
+    rows = tokens_of(workload, layout) * spec.heads / layout.tp
+    scores = rows * workload.sequence_length
     flops = 2.0 * scores * spec.head_dim
     # Each of two products reads or writes all scores; head_dim is too small to hide that.
     one = max(flops / device.plain_matmul, width * scores / device.memory)
     if workload.attention == "eager":
-        moved = eager(workload)
         forward, backward = (
-            part.nbytes(width) * scores / device.memory
-            for part in (moved.forward, moved.backward)
+            eager_bytes(workload, way) * scores / device.memory
+            for way in ("forward", "backward")
         )
         return 2 * one + forward, 4 * one + backward
     softmax = 2 * width * scores / device.memory
@@ -186,7 +154,9 @@ def _attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float
     return 2 * one + softmax + dropout, 4 * one + 1.5 * softmax + dropout
 
 
-def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple[float, float]:
+def _fused_attention_s(
+    workload: Workload, layout: Layout, device: Device
+) -> tuple[float, float]:
     """FlashAttention: no scores in memory; the masked half is skipped, unless by a mask of
     documents.
 
@@ -195,11 +165,11 @@ def _fused_attention_s(workload: Workload, part: Slice, device: Device) -> tuple
     """
     spec, sequence = workload.spec, workload.sequence_length
     keys = sequence if workload.document_mask else _mean_keys(spec, sequence)
-    flops = 4.0 * part.tokens * spec.heads / part.tp * spec.head_dim * keys
-    on_rank = sequence / part.cp
+    tokens = tokens_of(workload, layout)
+    flops = 4.0 * tokens * spec.heads / layout.tp * spec.head_dim * keys
+    on_rank = sequence / (layout.cp if layout.exchange == "all_gather" else 1)
     rate = device.attention * on_rank / (on_rank + device.half_sequence)
-    back = BACKWARD_SCORES * flops / (rate * device.efficiency["attention.backward"])
-    return flops / rate, back
+    return flops / rate, BACKWARD_SCORES * flops / (rate * device.attention_back)
 
 
 def _mean_keys(spec: ModelSpec, sequence: int) -> float:
@@ -216,34 +186,67 @@ def _mean_keys(spec: ModelSpec, sequence: int) -> float:
 # Layers
 
 
+def layer_symbols(workload: Workload, layout: Layout, device: Device) -> dict[str, float]:
+    """Seconds of a layer's passes for one micro batch by kind, the FLOPs of their products, and
+    which shares of the forward pass the backward pass repeats. The backward pass reaches only
+    some layers where the first ones are frozen; in a pipeline, the slowest stage has none of
+    these."""
+    plain = Layout(
+        tp=layout.tp, cp=layout.cp, ep=layout.ep, exchange=layout.exchange,
+        sequence_parallel=layout.sequence_parallel, micro_batch=layout.micro_batch,
+    )  # fmt: skip
+    reached = workload.spec.reached if layout.pp == 1 else 1.0
+    again = _repeated(workload, layout)
+    passes = {
+        name: one * (reached if name.startswith("backward") else 1.0)
+        for name, one in _passes(workload, plain, device).items()
+    }
+    flops = passes["forward_flops"] + passes["backward_flops"]
+    matmul_s = passes["forward_matmul_s"] + passes["backward_matmul_s"]
+    return passes | {
+        **{f"again_{kind}": reached * again.get(kind, 0.0) for kind in KINDS},
+        "reached_flops_per_s": flops / matmul_s,
+        "forward_bytes": device.memory * passes["forward_elementwise_s"],
+        "backward_bytes": device.memory * passes["backward_elementwise_s"],
+        "memory_bytes_per_s": device.memory,
+    }
+
+
+def _repeated(workload: Workload, layout: Layout) -> Mapping[str, float]:
+    """Shares of a forward pass that recompute repeats. `selective` is Megatron's core
+    attention, or FSDP's policy by operators, which keeps attention and every second matrix
+    product (torchtitan)."""
+    if layout.recompute == "full":
+        return dict.fromkeys(KINDS, 1.0)
+    if layout.recompute == "none":
+        return {}
+    if workload.cost.selective == "attention":
+        return {"attention": 1.0}
+    return {"matmul": 1 - SAVED_PRODUCTS, "elementwise": 1.0, "launch": 1.0}
+
+
 @lru_cache(maxsize=1 << 15)
-def layer_time(
-    workload: Workload, part: Slice, recompute: Recompute, device: Device
-) -> LayerTime:
-    """One layer of one micro batch."""
-    spec = workload.spec
-    share = spec.moe_layers / spec.layers
-    if share in (0, 1):
-        return _layer_time(workload, part, recompute, device, experts=share == 1)
-    with_experts = _layer_time(workload, part, recompute, device, experts=True)
-    dense = _layer_time(workload, part, recompute, device, experts=False)
-    passes = zip(with_experts, dense, strict=True)
-    return LayerTime(*(mixed(one, other, share) for one, other in passes))
+def _passes(workload: Workload, layout: Layout, device: Device) -> dict[str, float]:
+    """Seconds of both passes by kind, and FLOPs; the mean over layers."""
+    share = workload.spec.moe_layers / workload.spec.layers
+    kinds = [
+        (weight, _passes_of(workload, layout, device, experts=experts))
+        for weight, experts in ((share, True), (1 - share, False))
+        if weight
+    ]
+    return {name: sum(weight * one[name] for weight, one in kinds) for name in kinds[0][1]}
 
 
-def _layer_time(
-    workload: Workload, part: Slice, recompute: Recompute, device: Device, *, experts: bool
-) -> LayerTime:
-    spec = workload.spec
-    # With queries and keys of its own positions: exchanged ones move no elements here.
-    split = context_split(workload, "all_gather", part.tp, 1, part.tokens)
-    ops = [*operators(workload, part, split, experts=experts)]
+def _passes_of(
+    workload: Workload, layout: Layout, device: Device, *, experts: bool
+) -> dict[str, float]:
+    """Those of a dense layer, or of one with experts."""
+    spec, ops = workload.spec, [*operators(workload, layout, experts=experts)]
     products = [op.product for op in ops if op.product]
     mlp, trained = products[2:], spec.trained_products
     back = []  # gradients of the inputs, then of the weights
     for count, m, n, k in products:
         back += [(count, m, k, n), (count * trained, k, n, m)]
-    attention, attention_back = _attention_s(workload, part, device)
     moved = device.width * sum(op.moved for op in ops)
     moved_back = device.width * sum(op.moved_back for op in ops)
     weights = sum(count * n * k for count, _, n, k in products)
@@ -258,49 +261,32 @@ def _layer_time(
             moved, moved_back = moved + 2.0 * stack, moved_back + 2.0 * stack
         else:  # the gradient of each expert is a stack of zeros, which is added to the sum
             moved_back += 4.0 * trained * spec.experts * stack
-    kernels = _kernels(workload, part, [int(count) for count, *_ in products])
-    gaps_s = kernels * device.gap_s
-    forward = Pass(
-        _products_s(products, device),
-        attention,
-        moved / device.memory,
-        gaps_s,
-        _flops(products),
-    )
-    backward = Pass(
-        _products_s(back, device), attention_back, moved_back / device.memory, 2 * gaps_s,
-        _flops(back),
-    )  # fmt: skip
-    return LayerTime(forward, backward, _recomputed(workload, recompute, forward))
+    attention_s, attention_back_s = _attention_s(workload, layout, device)
+    gaps_s = device.gap_s * _kernels(workload, layout, [int(count) for count, *_ in products])
+    return {
+        "forward_matmul_s": _products_s(products, device),
+        "forward_attention_s": attention_s,
+        "forward_elementwise_s": moved / device.memory,
+        "forward_launch_s": gaps_s,
+        "forward_flops": sum(2.0 * prod(one) for one in products),
+        "backward_matmul_s": _products_s(back, device),
+        "backward_attention_s": attention_back_s,
+        "backward_elementwise_s": moved_back / device.memory,
+        "backward_launch_s": 2 * gaps_s,
+        "backward_flops": sum(2.0 * prod(one) for one in back),
+    }
 
 
-def _products_s(products: Iterable[tuple[float, ...]], device: Device) -> float:
+def _products_s(products: Sequence[tuple[float, ...]], device: Device) -> float:
     return sum(count * matmul_s(m, n, k, device) for count, m, n, k in products)
 
 
-def _flops(products: Iterable[tuple[float, ...]]) -> float:
-    return sum(2.0 * prod(product) for product in products)
-
-
-def _recomputed(workload: Workload, recompute: Recompute, forward: Pass) -> Pass:
-    """`selective` is Megatron's core attention, or FSDP's policy by operators, which keeps
-    attention and every second matrix product (torchtitan)."""
-    if recompute == "full":
-        return forward
-    if recompute == "none":
-        return Pass()
-    if workload.cost.selective == "attention":
-        return Pass(attention=forward.attention)
-    share = 1 - SAVED_PRODUCTS
-    return Pass(share * forward.matmul, 0.0, forward.elementwise, forward.launch)
-
-
-def _kernels(workload: Workload, part: Slice, products: list[int]) -> float:
+def _kernels(workload: Workload, layout: Layout, products: list[int]) -> float:
     """Kernels of one layer's forward pass, an operator each where nothing is fused, with so
     many `products` of each kind: several are those of experts in turn."""
     others = 10.0 if workload.fused_elementwise or workload.fused_norms else 36.0
     others += {"fused": 0, "unfused": 6, "eager": 12}[workload.attention]
-    if part.tp > 1:
+    if layout.tp > 1:
         others += 4  # collectives
     if workload.grouped_experts:
         return others + len(products)
@@ -313,25 +299,25 @@ def _kernels(workload: Workload, part: Slice, products: list[int]) -> float:
 # Last stage
 
 
-@lru_cache(maxsize=1 << 13)
-def head_time(
-    workload: Workload, part: Slice, loss: LossKernel, device: Device
-) -> tuple[float, float]:
+def head_symbols(workload: Workload, layout: Layout, device: Device) -> dict[str, float]:
     """Seconds of both passes of logits and loss; in chunks, the backward pass repeats the
     forward pass.
 
     Per logit and pass: a fused loss reads and writes it once; otherwise it is cast to fp32, and
     maximum, exponential, sum and logarithm each read or write it.
     """
-    spec, tokens = workload.spec, float(part.tokens)
-    rows = workload.logit_rows(part.tp)
+    spec, tokens = workload.spec, tokens_of(workload, layout)
+    rows = workload.logit_rows(layout.tp)
     forward = matmul_s(tokens, rows, spec.hidden, device, plain=True)
     backward = matmul_s(tokens, spec.hidden, rows, device, plain=True) if spec.reached else 0.0
     if spec.trained_head:
         backward += matmul_s(spec.hidden, rows, tokens, device, plain=True)
     per_logit, per_logit_back = (4, 4) if workload.fused_loss else (22, 14)
     logit_byte_s = tokens * rows / device.memory
-    if loss != "whole":  # nobody measured Liger's kernel with one loss per token
+    if layout.loss != "whole":  # nobody measured Liger's kernel with one loss per token
         backward += forward
         per_logit_back += per_logit
-    return forward + per_logit * logit_byte_s, backward + per_logit_back * logit_byte_s
+    return {
+        "head_forward_s": forward + per_logit * logit_byte_s,
+        "head_backward_s": backward + per_logit_back * logit_byte_s,
+    }

@@ -129,7 +129,8 @@ LAYER = Formulas(
          "forward_launch_s + tensor_s + context_s + expert_s"),
     Term("backward_s", "backward_matmul_s + backward_attention_s + backward_elementwise_s + "
          "backward_launch_s + tensor_back * tensor_s + context_s + expert_s"),
-    Term("again_s", "again_matmul_s + again_attention_s + again_elementwise_s + again_launch_s",
+    Term("again_s", "again_matmul * forward_matmul_s + again_attention * forward_attention_s + "
+         "again_elementwise * forward_elementwise_s + again_launch * forward_launch_s",
          "the part of a forward pass that the backward pass repeats"),
     Term("repeated_s", "again_s + tensor_again * tensor_s + context_again * context_s + "
          "expert_again * expert_s"),

@@ -11,27 +11,17 @@ from functools import cached_property, lru_cache
 from toolkit.layout import Layout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost import terms
-from toolkit.plan.cost.collectives import network
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.layer import of_micro_batch
-from toolkit.plan.cost.operators import (
-    SAVED_PRODUCTS,
-    device,
-    head_time,
-    layer_time,
-)
-from toolkit.plan.cost.stages import (
-    layers_of_stages,
-    recomputed_of_stages,
-)
+from toolkit.plan.cost.operators import SAVED_PRODUCTS, device, head_symbols, layer_symbols
+from toolkit.plan.cost.stages import layers_of_stages, recomputed_of_stages
 from toolkit.plan.cost.traffic import (
-    PlacedLayout,
     data_traffic,
     layer_traffic,
     pipeline_traffic,
+    update_symbols,
 )
-from toolkit.plan.cost.update import host_copies, update_symbols
-from toolkit.plan.cost.workload import Workload
+from toolkit.plan.cost.workload import Setup, Workload
 from toolkit.plan.hardware.cluster import Cluster
 
 
@@ -39,7 +29,7 @@ from toolkit.plan.hardware.cluster import Cluster
 class StepTime:
     """Seconds of one optimizer step on the busiest stage."""
 
-    place: PlacedLayout
+    setup: Setup
     symbols: Mapping[str, float]
     """Symbols of `terms.STEP`, with the values of its rows."""
 
@@ -59,7 +49,7 @@ class StepTime:
     @property
     def tokens(self) -> int:
         """Tokens of one step."""
-        return self.place.layout.global_batch * self.place.workload.sample_tokens
+        return self.setup.layout.global_batch * self.setup.workload.sample_tokens
 
     @property
     def tokens_per_s(self) -> float:
@@ -69,7 +59,7 @@ class StepTime:
     @property
     def tokens_per_s_per_gpu(self) -> float:
         """Tokens per second of one device."""
-        return self.tokens_per_s / self.place.layout.world
+        return self.tokens_per_s / self.setup.layout.world
 
     def utilization(self, *, recomputed: bool = False) -> float | None:
         """MFU, or HFU with what recompute repeats; None where the device's peak is unknown."""
@@ -78,8 +68,8 @@ class StepTime:
 
     def of_peak(self, *, recomputed: bool = False) -> dict[str, float] | None:
         """The symbols of `terms.UTILIZATION`."""
-        layout, workload = self.place.layout, self.place.workload
-        peak = self.place.cluster.gpu.peak_flops(workload.precision)
+        layout, workload = self.setup.layout, self.setup.workload
+        peak = self.setup.cluster.gpu.peak_flops(workload.precision)
         if peak is None:
             return None
         per_token = workload.spec.flops_per_token(workload.sequence_length, causal=True)
@@ -102,15 +92,14 @@ def step_time(
     Raises PlanError if the accelerator lacks the workload's precision.
     """
     workload = workload.in_layout(layout)
-    place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
-    machine = device(cluster.gpu, workload, efficiency)
-    counts = layers_of_stages(workload.spec.layers, *layout.division)
-    layer = dict(_layer(workload, of_micro_batch(layout), cluster, efficiency))
+    setup = Setup(workload, layout, cluster, efficiency)
+    layer = _layer(setup._replace(layout=of_micro_batch(layout)))
     each_s, head_s = layer["forward_s"] + layer["backward_s"], layer["head_s"]
-    recomputed = recomputed_of_stages(layout.recompute, workload.spec.layers, *layout.division)
+    layers = workload.spec.layers, *layout.division
+    recomputed = recomputed_of_stages(layout.recompute, *layers)
     stages = [
         count * each_s + again * layer["repeated_s"]
-        for count, again in zip(counts, recomputed, strict=True)
+        for count, again in zip(layers_of_stages(*layers), recomputed, strict=True)
     ]
     stages[-1] += head_s
     stage = stages.index(max(stages))
@@ -130,43 +119,22 @@ def step_time(
         "other_stages_s": sum(stages) - stages[stage],
         "spread": efficiency["straggler"],
         "nodes": max(1.0, layout.world / cluster.gpus_per_node),
-        **pipeline_traffic(place),
-        **data_traffic(place, share, forward_s, backward_s),
-        **update_symbols(place, share, machine),
-        **host_copies(place, share),
+        **pipeline_traffic(setup),
+        **data_traffic(setup, share, forward_s, backward_s),
+        **update_symbols(setup, share, layer["memory_bytes_per_s"]),
     }
-    return StepTime(place, terms.STEP.evaluate(symbols))
+    return StepTime(setup, terms.STEP.evaluate(symbols))
 
 
 @lru_cache(maxsize=1 << 13)
-def _layer(
-    workload: Workload, layout: Layout, cluster: Cluster, efficiency: Efficiency
-) -> Mapping[str, float]:
-    """The symbols of a layer and the head. In a pipeline, a stage whose layers all train is the
-    slowest."""
-    place = PlacedLayout(workload, layout, cluster, efficiency, network(cluster, efficiency))
-    machine, part = device(cluster.gpu, workload, efficiency), place.slice
-    layer = layer_time(workload, part, layout.recompute, machine)
-    if layout.pp == 1:
-        layer = layer.reached(workload.spec.reached)
-    forward, backward = layer.forward, layer.backward
-    head_forward_s, head_backward_s = head_time(workload, part, layout.loss, machine)
+def _layer(setup: Setup) -> Mapping[str, float]:
+    """The symbols of a layer and the head."""
+    workload, layout, cluster, efficiency = setup
+    machine = device(cluster.gpu, workload, efficiency)
     symbols = {
-        f"{name}_{kind}_s": getattr(one, kind)
-        for name, one in zip(("forward", "backward", "again"), layer, strict=True)
-        for kind in ("matmul", "attention", "elementwise", "launch")
-    }
-    symbols |= {
-        "forward_flops": forward.flops,
-        "backward_flops": backward.flops,
-        "reached_flops_per_s": (forward.flops + backward.flops)
-        / (forward.matmul + backward.matmul),
-        "forward_bytes": machine.memory * forward.elementwise,
-        "backward_bytes": machine.memory * backward.elementwise,
-        "memory_bytes_per_s": machine.memory,
-        "head_forward_s": head_forward_s,
-        "head_backward_s": head_backward_s,
-        **layer_traffic(place),
+        **layer_symbols(workload, layout, machine),
+        **head_symbols(workload, layout, machine),
+        **layer_traffic(setup),
     }
     return terms.LAYER.evaluate(symbols)
 

@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from toolkit.backend import BACKENDS
 from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair, padded_vocab
 from toolkit.models.spec import ModelSpec
+from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.owned import OwnerUpdates
 from toolkit.plan.cost.stages import StageShare, stage_share
+from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention
 from toolkit.plan.rules.legality import table
@@ -142,6 +144,15 @@ class Workload:
         names = tuple(filter(on.get, on))
         lengths = layout.cp > 1 and (self.document_mask or self.cudnn)
         return _in_layout(self, names, lengths) if names or lengths else self
+
+
+class Setup(NamedTuple):
+    """What is trained, how it is laid out, and on what."""
+
+    workload: Workload
+    layout: Layout
+    cluster: Cluster
+    efficiency: Efficiency = DEFAULT
 
 
 @lru_cache(64)

@@ -18,7 +18,8 @@ from toolkit.errors import Problem, RecipeError, RunFailed
 from toolkit.launchers.process import die_with_parent
 from toolkit.layout import Layout
 from toolkit.plan.cost.memory import Memory, stage_memory
-from toolkit.plan.estimate import Setup, estimate_plan
+from toolkit.plan.cost.workload import Setup
+from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.rehearse.gpu import Peak
 from toolkit.run.assignment import Assignment, write
