@@ -127,7 +127,7 @@ _CAPPED = Eager(kept=(8, 8), workspace=(6, 0), forward=(40, 64), backward=(42, 6
 # Sinks: transformers concatenates them in the compute precision, megatron-core in fp32.
 # Backward, the gradient of what was cut off is written into zeros.
 _SINKS = Eager(kept=(2, 4), workspace=(4, 8), forward=(22, 44), backward=(26, 52))
-_MEGATRON_SINKS = Eager(kept=(6, 8), workspace=(10, 8), forward=(36, 48), backward=(40, 48))
+_MEGATRON_SINKS = Eager(kept=(6, 4), workspace=(10, 4), forward=(36, 48), backward=(40, 48))
 # torch.compile keeps the first product and the weights, and makes the rest again: what
 # inductor's graphs of gemma2's layers keep.
 _COMPILED = Eager(kept=(4, 8), workspace=(4, 8), forward=(4, 8), backward=(6, 12))
