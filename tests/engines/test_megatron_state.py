@@ -61,32 +61,3 @@ def test_groups_are_destroyed_in_one_order(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(dist, "destroy_process_group", destroyed.append)
     leave_groups()
     assert destroyed == created[::-1]
-
-
-@pytest.mark.usefixtures("megatron_core")
-def test_gradients_are_clipped_by_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the bits of megatron-core's own loop; what Apex brings stays."""
-    from megatron.core.optimizer import clip_grads
-    from megatron.core.utils import local_multi_tensor_scale
-
-    from toolkit.models.megatron import cpu
-
-    for name in ("multi_tensor_scale_impl", "l2_norm_impl"):
-        monkeypatch.setattr(clip_grads, name, getattr(clip_grads, name))
-    clip_grads.multi_tensor_scale_impl = local_multi_tensor_scale
-    cpu._clip_all_at_once()
-    ours = clip_grads.multi_tensor_scale_impl
-    given = [torch.randn(5), torch.randn(3, 2)]
-    expected = [torch.empty_like(one) for one in given]
-    local_multi_tensor_scale(0, None, [given, expected], 0.3)
-    written = [torch.empty_like(one) for one in given]
-    ours(0, None, [given, written], 0.3)
-    looped: list[object] = []
-    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: looped.append("copy"))
-    ours(0, None, [given, given], 0.3)
-    for one, other, in_place in zip(expected, written, given, strict=True):
-        assert torch.equal(one, other) and torch.equal(one, in_place)
-    assert not looped
-    clip_grads.multi_tensor_scale_impl = apex = object()
-    cpu._clip_all_at_once()
-    assert clip_grads.multi_tensor_scale_impl is apex

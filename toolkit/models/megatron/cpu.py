@@ -26,7 +26,7 @@ def redirect() -> None:
     Covers the modules of megatron-core imported so far; further calls cover later ones.
     """
     _without_transformer_engine()
-    _clip_all_at_once()
+    _take_norms_at_once()
     if torch.cuda.is_available():
         return
     for name, module in list(sys.modules.items()):
@@ -70,16 +70,12 @@ def _without_transformer_engine() -> None:
         loaded.te_general_gemm = None  # type: ignore[attr-defined]
 
 
-def _clip_all_at_once() -> None:
-    """Replace megatron-core's own clipping, which is used without Transformer Engine and Apex:
-    for each parameter it synchronises with the GPU, and launches two kernels."""
+def _take_norms_at_once() -> None:
+    """Replace megatron-core's own norm of gradients, which is used without Transformer Engine
+    and Apex: it waits for the GPU once per parameter."""
     loaded: Any = sys.modules.get(f"{_PACKAGE}.optimizer.clip_grads")
-    for name, own, ours in (
-        ("l2_norm_impl", "local_multi_tensor_l2_norm", _l2_norm),
-        ("multi_tensor_scale_impl", "local_multi_tensor_scale", _scale),
-    ):
-        if hasattr(loaded, own) and getattr(loaded, name) is getattr(loaded, own):
-            setattr(loaded, name, ours)
+    if hasattr(loaded, "local_multi_tensor_l2_norm"):
+        loaded.l2_norm_impl = _l2_norm
 
 
 def cuda_type_names() -> AbstractContextManager[None]:
@@ -134,31 +130,16 @@ def _on_cpu(create: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return create_on_cpu
 
 
-class _Event:
-    """A CUDA event that is always complete."""
-
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def record(self, *_: object) -> None: ...
-
-    def wait(self, *_: object) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-class _Stream:
+class _Stream(torch.cpu.Stream):
     """A CUDA stream without pending work."""
 
-    def __init__(self, *_: object, **__: object) -> None: ...
-
-    def wait_stream(self, _: object) -> None: ...
-
-    def wait_event(self, _: object) -> None: ...
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()
 
     def synchronize(self) -> None: ...
 
-    def record_event(self, event: _Event | None = None) -> _Event:
-        return event or _Event()
+    def record_event(self, *_: object) -> torch.cpu.Event:  # type: ignore[override]
+        return torch.cpu.Event()
 
 
 _STREAM = _Stream()
@@ -170,7 +151,7 @@ _CUDA = _View(
     default_stream=lambda *_: _STREAM,
     stream=lambda _: nullcontext(),
     Stream=_Stream,
-    Event=_Event,
+    Event=lambda **_: torch.cpu.Event(),
     synchronize=lambda *_: None,
     empty_cache=lambda: None,
     manual_seed=torch.manual_seed,
@@ -212,16 +193,6 @@ def _l2_norm(
         return norms.double().norm().float().reshape(1), None
     squares = [tensor.square().sum().double() for tensor in tensor_lists[0]]
     return torch.stack(squares).sum().sqrt().float().reshape(1), None
-
-
-def _scale(
-    _: object, __: object, tensor_lists: Sequence[Sequence[Tensor]], factor: float
-) -> None:
-    """Write the tensors of the first list, times `factor`, into those of the second."""
-    sources, targets = map(list, tensor_lists)
-    if any(source is not target for source, target in zip(sources, targets, strict=True)):
-        torch._foreach_copy_(targets, sources)
-    torch._foreach_mul_(targets, factor)
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

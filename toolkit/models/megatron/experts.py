@@ -10,93 +10,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
-from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import (
-    ProcessGroupCollection,
-    get_default_pg_collection,
-    permute,
-)
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.functional import grouped_mm
-
-from toolkit.models.megatron.versions import permuted
-
-
-class GroupedLayer(MoELayer):  # type: ignore[misc]
-    """A layer of grouped experts, with the dispatcher that waits less for the GPU."""
-
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MoESubmodules | None = None,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **options: Any,
-    ) -> None:
-        groups = pg_collection or get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, groups, **options)
-        self.token_dispatcher = Dispatcher(
-            self.num_local_experts,
-            self.local_expert_indices,
-            config=self.config,
-            pg_collection=groups,
-        )
-        token_dispatcher.permute = permute_known  # dispatchers call it by its module's name
-
-
-class Dispatcher(token_dispatcher.MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
-    """megatron-core's, which hands on the counts that are on the GPU, not their copy.
-
-    Where a rank has all experts it copies none: tokens are neither sent nor sorted again.
-    """
-
-    counts: Tensor
-    """int64 [local experts]: the tokens of each, of the last micro batch."""
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.alone = self.ep_size == self.tp_size == 1
-        if self.alone:
-            self.num_local_experts = 1  # as many are not sorted
-            self.cuda_dtoh_point = "no_sync"
-
-    def _maybe_update_cuda_sync_point(self, point: str) -> None:
-        if not self.alone:
-            super()._maybe_update_cuda_sync_point(point)
-
-    def preprocess(self, routing_map: Tensor) -> Tensor:
-        """bool [tokens, experts] → int64 [local experts]."""
-        self.counts = super().preprocess(routing_map)
-        return self.counts
-
-    def dispatch_postprocess(
-        self, tokens: Tensor, probs: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tokens and probabilities sorted by expert, and the counts."""
-        tokens, _, probs = super().dispatch_postprocess(tokens, probs)
-        return tokens, self.counts, probs
-
-
-def permute_known(
-    tokens: Tensor,
-    routing_map: Tensor,
-    probs: Tensor | None = None,
-    num_out_tokens: int | None = None,
-    **options: bool,
-) -> tuple[Any, ...]:
-    """megatron-core's `permute`, which selects by a mask and waits for how many there are, with
-    the number that its caller knows."""
-    if probs is None or not isinstance(num_out_tokens, int) or any(options.values()):
-        found: tuple[Any, ...] = permute(tokens, routing_map, probs, num_out_tokens, **options)
-        return found
-    chosen = torch.nonzero_static(routing_map.T.flatten(), size=num_out_tokens)[:, 0]
-    rows = chosen % len(tokens)
-    probs = probs.T.flatten().index_select(0, chosen)
-    return permuted(tokens.index_select(0, rows), probs, rows)
 
 
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
@@ -115,12 +32,12 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, None]:
-        """[tokens, hidden], sorted by expert, int64 [local experts] and [tokens] → [tokens,
-        hidden], and no bias."""
-        if not len(tokens):  # known to the host, and kernels may not take empty tensors
+        """[tokens, hidden], sorted by expert, int64 [local experts] on the host and [tokens] →
+        [tokens, hidden], and no bias."""
+        if not len(tokens):  # kernels may not take empty tensors
             in_turn: tuple[Tensor, None] = super().forward(tokens, tokens_per_expert, probs)
             return in_turn
-        ends = tokens_per_expert.cumsum(0, dtype=torch.int32)
+        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(tokens.device)
 
         def product(name: str) -> _Product:
             layers = [getattr(expert, name) for expert in self.local_experts]

@@ -44,7 +44,7 @@ from toolkit.models.megatron.attention import (
     EagerAttention,
     SinkAttention,
 )
-from toolkit.models.megatron.experts import GroupedExperts, GroupedLayer
+from toolkit.models.megatron.experts import GroupedExperts
 from toolkit.models.megatron.latent_attention import latent_attention
 from toolkit.models.megatron.norms import FullWidthNorm, Norm, NormThenAdd, changed_then_added
 
@@ -179,13 +179,13 @@ def _layers_of_mlp(down: type = RowParallelLinear) -> MLPSubmodules:
 
 
 def _experts(config: TransformerConfig) -> ModuleSpec:
-    grouped = config.moe_grouped_gemm
     down = ExpertDown if config.add_bias_linear else RowParallelLinear
     routed = ModuleSpec(
-        module=GroupedExperts if grouped else SequentialMLP, submodules=_layers_of_mlp(down)
+        module=GroupedExperts if config.moe_grouped_gemm else SequentialMLP,
+        submodules=_layers_of_mlp(down),
     )
     shared = ModuleSpec(module=SharedExpertMLP, submodules=_layers_of_mlp())
     return ModuleSpec(
-        module=GroupedLayer if grouped else MoELayer,
+        module=MoELayer,
         submodules=MoESubmodules(experts=routed, shared_experts=shared),
     )

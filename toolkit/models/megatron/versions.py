@@ -3,7 +3,6 @@
 Each function asks the installed version for what it has, not for its number.
 """
 
-import inspect
 import math
 from copy import copy
 from dataclasses import fields
@@ -11,11 +10,9 @@ from functools import partial
 from typing import Any
 
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
-from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor
 
 
 def mlp(layers: MLPSubmodules) -> Any:
@@ -34,14 +31,6 @@ def without_cuda_graphs() -> dict[str, Any]:
     its own; where `cuda_graph_modules` exists, that is the name, and nothing is to be said."""
     known = {field.name for field in fields(TransformerConfig)}
     return {} if "cuda_graph_modules" in known else {"cuda_graph_scope": []}
-
-
-_PADS = "align_size" in inspect.signature(moe_utils.permute).parameters
-
-
-def permuted(tokens: Tensor, probs: Tensor | None, rows: Tensor) -> tuple[Any, ...]:
-    """What `moe_utils.permute` returns: since 0.17 also offsets and counts of what it pads."""
-    return (tokens, probs, rows, None, None) if _PADS else (tokens, probs, rows)
 
 
 class SpecifiedLatentAttention(MLASelfAttention):  # type: ignore[misc]
