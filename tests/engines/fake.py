@@ -18,8 +18,7 @@ from toolkit.checkpoint.shards import StateShard, whole_block
 from toolkit.engines import totals
 from toolkit.engines.base import Counters, StepResult, refusal
 from toolkit.models.log_probs import label_log_probs
-from toolkit.objectives.base import Objective
-from toolkit.objectives.pretrain import Pretrain
+from toolkit.objectives.base import Objective, Pretrain
 
 
 class FakeEngine(totals.LogProbEngine):

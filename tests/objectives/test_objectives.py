@@ -1,9 +1,10 @@
-"""dpo and orpo by hand and by TRL's own function; what no split of a batch may change."""
+"""orpo by TRL's own function; what no split of a batch may change. All losses by a second
+definition are in tests/rehearse/test_losses.py, sft and dpo by TRL's trainers in
+tests/engines/test_post_training.py."""
 
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,8 @@ from torch import Tensor
 
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.errors import DataError
-from toolkit.objectives import OBJECTIVES
 from toolkit.objectives.base import Objective, check_batch
-from toolkit.objectives.dpo import REFERENCE, Dpo
-from toolkit.objectives.orpo import Orpo
-from toolkit.objectives.pretrain import Pretrain, Sft
+from toolkit.objectives.preference import REFERENCE, Dpo, Orpo
 
 PAIRS, LENGTH = 5, 6
 
@@ -37,58 +35,6 @@ def part(made: MicroBatch, first: int, last: int) -> MicroBatch:
     rows = slice(2 * first, 2 * last)
     extra = {name: values[rows] for name, values in made.extra.items()}
     return MicroBatch(made.input_ids[rows], made.labels[rows], extra=extra)
-
-
-def by_hand(
-    log_probs: Tensor,
-    made: MicroBatch,
-    loss: str,
-    beta: float,
-    label_smoothing: float = 0.0,
-    sft_weight: float = 0.0,
-) -> float:
-    """The sum over pairs, a pair and a number at a time."""
-
-    def log_sigmoid(x: float) -> float:
-        return -math.log(1 + math.exp(-x))
-
-    total = 0.0
-    for pair in range(len(made.labels) // 2):
-        ratios, means, lengths = [], [], []
-        for row in (2 * pair, 2 * pair + 1):
-            trained = made.labels[row] != IGNORE_INDEX
-            values = log_probs[row][trained].tolist()
-            ratios.append(sum(values) - made.extra[REFERENCE][row].item())
-            means.append(sum(values) / len(values))
-            lengths.append(len(values))
-        margin = beta * (ratios[0] - ratios[1])
-        if loss == "sigmoid":
-            total -= (1 - label_smoothing) * log_sigmoid(margin)
-            total -= label_smoothing * log_sigmoid(-margin)
-        elif loss == "hinge":
-            total += max(0.0, 1 - margin)
-        else:
-            per_token = ratios[0] / lengths[0] - ratios[1] / lengths[1]
-            total += (per_token - 1 / (2 * beta)) ** 2
-        total -= sft_weight * means[0]
-    return total
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"loss": "sigmoid", "beta": 0.1},
-        {"loss": "sigmoid", "beta": 2.0, "label_smoothing": 0.2},
-        {"loss": "ipo", "beta": 0.4},
-        {"loss": "hinge", "beta": 0.7},
-        {"loss": "sigmoid", "beta": 0.5, "sft_weight": 0.3},
-    ],
-    ids=str,
-)
-def test_dpo_by_hand(settings: dict[str, Any]) -> None:
-    log_probs, made = batch()
-    found = Dpo(**settings).loss(log_probs, made).loss.item()
-    assert found == pytest.approx(by_hand(log_probs, made, **settings), rel=1e-5)
 
 
 OBJECTIVES_OF_PAIRS = [Dpo(), Dpo("ipo", sft_weight=1.0), Dpo("hinge"), Orpo(beta=0.6)]
@@ -180,23 +126,6 @@ def test_orpo_is_finite_for_sure_and_for_impossible_answers(log_p: float) -> Non
         p, q = math.exp(log_p), math.exp(-0.5)
         wanted = math.log(p / -math.expm1(log_p)) - math.log(q / (1 - q))
         assert found.metrics["log_odds_chosen"].item() == pytest.approx(wanted, rel=1e-6)
-
-
-def test_sft_is_the_loss_of_pretrain() -> None:
-    log_probs, made = batch()
-    sft, pretrain = Sft().loss(log_probs, made), Pretrain().loss(log_probs, made)
-    assert sft.loss == pretrain.loss
-    assert Sft().count(made) == Pretrain().count(made) == made.tokens
-
-
-def test_which_data_they_train_on() -> None:
-    found = [(name, kind.data_kinds, kind.rows_per_sample) for name, kind in OBJECTIVES.items()]
-    assert found == [
-        ("pretrain", ("text", "hf", "megatron"), 1),
-        ("sft", ("chat",), 1),
-        ("dpo", ("preference",), 2),
-        ("orpo", ("preference",), 2),
-    ]
 
 
 def test_dpo_without_a_reference_is_refused() -> None:

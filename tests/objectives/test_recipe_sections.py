@@ -6,8 +6,7 @@ import pytest
 
 from tests.engines.parity_worker import Case, recipe
 from toolkit.intake.checks import broken_rules
-from toolkit.objectives.dpo import Dpo
-from toolkit.objectives.orpo import Orpo
+from toolkit.objectives.preference import Dpo, Orpo
 from toolkit.recipe.schema import Recipe
 
 

@@ -8,7 +8,7 @@ import torch
 from tests.engines.parity_worker import Case, recipe
 from toolkit.batch import MicroBatch
 from toolkit.models.log_probs import label_log_probs
-from toolkit.objectives.dpo import REFERENCE
+from toolkit.objectives.preference import REFERENCE
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.batches import global_batch
 from toolkit.rehearse.losses import DEFINED, mean_loss, rehearsed_objective, row_log_probs

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from toolkit.errors import Problem
-from toolkit.objectives.dpo import REFERENCE
+from toolkit.objectives.preference import REFERENCE
 from toolkit.recipe.schema import OuterSection, Recipe
 
 _KEY = "parallel.outer"

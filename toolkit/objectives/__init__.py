@@ -8,10 +8,10 @@ __all__ = ["OBJECTIVES", "Objective"]
 OBJECTIVES: Registry[type[Objective]] = Registry(
     "dmt.objectives",
     {
-        "pretrain": "toolkit.objectives.pretrain:Pretrain",
-        "sft": "toolkit.objectives.pretrain:Sft",
-        "dpo": "toolkit.objectives.dpo:Dpo",
-        "orpo": "toolkit.objectives.orpo:Orpo",
+        "pretrain": "toolkit.objectives.base:Pretrain",
+        "sft": "toolkit.objectives.base:Sft",
+        "dpo": "toolkit.objectives.preference:Dpo",
+        "orpo": "toolkit.objectives.preference:Orpo",
     },
     base=Objective,
 )

@@ -1,4 +1,5 @@
-"""The base of all objectives: computes the loss from the log-probabilities of the labels.
+"""The base of all objectives, which compute a loss from the log-probabilities of the labels,
+and `pretrain` and `sft`: the mean cross entropy of the labels.
 
 The loss of a step is the sum of `loss` over all micro batches of all ranks, divided by the
 sum of `count`, the global count: neither the number of ranks nor the split into micro batches
@@ -71,3 +72,34 @@ def check_batch(objective: Objective, batch: "MicroBatch") -> None:
             "training data does not provide",
             fix="set training.objective to pretrain, or choose data with these fields",
         )
+
+
+class Pretrain(Objective):
+    """Mean cross entropy (nats) over the unmasked tokens of the global batch.
+
+    With `loss_weights` it is the weighted mean: the sum of weight times cross entropy over the
+    sum of the weights, both over the unmasked tokens.
+    """
+
+    data_kinds: tuple[str, ...] = ("text", "hf", "megatron")
+
+    def count(self, batch: "MicroBatch") -> "Tensor":
+        """See `Objective.count`: the unmasked tokens, or the sum of their weights."""
+        if batch.loss_weights is not None:
+            return (batch.loss_weights * batch.trained).double().sum()
+        return batch.trained.sum()
+
+    def loss(self, log_probs: "Tensor", batch: "MicroBatch") -> LossTerms:
+        """See `Objective.loss`."""
+        if batch.loss_weights is not None:
+            log_probs = log_probs * batch.loss_weights
+        # In fp64 the sum does not depend on how tokens are divided into micro batches.
+        return LossTerms(-log_probs.double().sum())
+
+
+class Sft(Pretrain):
+    """Supervised fine-tuning: the same on the trained tokens of conversations, which chat data
+    chooses. Of documents in the same list, all are trained."""
+
+    data_kinds = ("chat",)
+    blended_kinds = Pretrain.data_kinds

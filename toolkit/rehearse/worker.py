@@ -19,7 +19,7 @@ from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.adapters.weights import first_weights
-from toolkit.objectives.dpo import REFERENCE
+from toolkit.objectives.preference import REFERENCE
 from toolkit.rehearse.batches import global_batches, micro_batches
 from toolkit.rehearse.comparison import write_step
 from toolkit.run.assignment import Assignment, read_assignment

@@ -34,7 +34,7 @@ from toolkit.engines.base import Engine
 from toolkit.errors import CheckpointError, DataError, RunFailed
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
-from toolkit.objectives.dpo import REFERENCE
+from toolkit.objectives.preference import REFERENCE
 from toolkit.recipe.schema import Recipe
 from toolkit.run.recorded import parse_mapping
 from toolkit.system.untrusted import read_bytes

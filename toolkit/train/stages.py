@@ -21,7 +21,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.adapters.weights import AdaptedWeights
 from toolkit.models.families import model_spec
 from toolkit.models.weights import RandomWeights, WeightSource
-from toolkit.objectives.dpo import REFERENCE
+from toolkit.objectives.preference import REFERENCE
 from toolkit.run.assignment import elastic_restarts
 from toolkit.run.events import process_age_s
 from toolkit.run.progress import ProgressReport

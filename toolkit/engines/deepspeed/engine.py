@@ -43,7 +43,7 @@ from toolkit.engines.owners import (
 )
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import huggingface as hf
-from toolkit.objectives.pretrain import Pretrain
+from toolkit.objectives.base import Pretrain
 
 
 class DeepSpeedEngine(totals.LogProbEngine):
