@@ -24,7 +24,7 @@ from toolkit.run.assignment import decide
 pytestmark = pytest.mark.slow
 OURS = {"_read", "_run", "train_step"}
 MCORE = {"get_grad_norm_fp32"}
-ROUTED = MCORE | {"_maybe_dtoh_and_synchronize"}
+ROUTED = MCORE | {"_maybe_dtoh_and_synchronize", "permute"}
 ZERO = {"independent_gradient_partition_epilogue", "is_invalid_grad_norm"}
 ZERO2 = ZERO | {"has_overflow", "mask_nan_or_inf_with_val_inplace"}
 ZERO3 = ZERO | {"get_grad_norm_direct", "_allgather_params_coalesced"}

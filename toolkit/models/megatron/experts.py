@@ -37,7 +37,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         if not len(tokens):  # kernels may not take empty tensors
             in_turn: tuple[Tensor, None] = super().forward(tokens, tokens_per_expert, probs)
             return in_turn
-        ends = tokens_per_expert.cumsum(0, dtype=torch.int32).to(tokens.device)
+        ends = torch.as_tensor(tokens_per_expert).cumsum(0, dtype=torch.int32)
+        ends = ends.to(tokens.device, non_blocking=True)
 
         def product(name: str) -> _Product:
             layers = [getattr(expert, name) for expert in self.local_experts]
