@@ -99,6 +99,8 @@ GROUPS = (
     {"parameters": ("*norm.weight",), "lr_mult": 2.0, "wd_mult": 5.0},
 )
 """Some that overlap, one for all that has no weight decay, and parameters in none."""
+GROUP_OF_B = {"parameters": ("*.lora_B.weight",), "lr_mult": 4.0}
+"""LoRA+ (arXiv:2402.12354): another learning rate for B than for A."""
 
 
 def _model(config: Settings) -> Settings:
@@ -140,7 +142,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
     },
     "adapter": {
         "none": {},
-        "all": _lora(targets="all-linear"),
+        "all": _lora(targets="all-linear") | {"optimizer": {"groups": [GROUP_OF_B]}},
         "some": _lora(targets=["v_proj", "up_proj"], rslora=True),
         "experts": _lora(targets="experts", rank=8),
     },

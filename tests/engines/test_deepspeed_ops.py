@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -10,9 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-import torch
 
 from tests import needs
 from tests.forked import run_ranks
@@ -52,8 +49,12 @@ def lock(extensions: Path) -> Path:
 
 @pytest.fixture
 def holder(lock: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """A process that has the lock open, as torch's FileBaton does while it builds."""
-    code = "import os, sys; os.open(sys.argv[1], os.O_RDONLY); print(flush=True); input()"
+    """A process that builds: torch's own baton is what it holds."""
+    lock.unlink()
+    code = (
+        "import sys; from torch.utils.file_baton import FileBaton as Baton\n"
+        "baton = Baton(sys.argv[1]); baton.try_acquire(); print(flush=True); input()"
+    )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
@@ -222,25 +223,20 @@ def test_the_build_folder_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
     assert str(build_folder("cpu_adam")) == _get_build_directory("cpu_adam", False)
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "c"))
-    assert str(build_folder("cpu_adam")) == _get_build_directory("cpu_adam", False)
 
 
 @pytest.mark.usefixtures("extensions")
-def test_a_library_of_older_packages_or_another_environment_is_built_again() -> None:
-    library = build_folder("cpu_adam") / "cpu_adam.so"
-    assert not is_built("cpu_adam")
-    library.parent.mkdir(parents=True)
-    library.touch()
+def test_what_another_environment_built_is_built_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(deepspeed_ops, "_build", lambda *_: made.touch())
+    made = build_folder("cpu_adam") / "cpu_adam.so"
+    made.parent.mkdir(parents=True)
+    made.touch()
     assert not is_built("cpu_adam"), "made by whom?"
-    commands = library.parent / "build.ninja"
-    commands.write_text(f"cflags = -isystem {Path(torch.__file__).parent}/include\n")
+    build(["cpu_adam"], lambda _: None)
     assert is_built("cpu_adam")
-    os.utime(library, (0, 0))
-    assert not is_built("cpu_adam")
-    library.touch()
-    commands.write_text("cflags = -isystem /elsewhere/site-packages/torch/include\n")
+    monkeypatch.setattr(deepspeed_ops, "version", lambda _: "2.0")
     assert not is_built("cpu_adam")
 
 
@@ -276,39 +272,8 @@ def test_a_build_has_a_time_limit_and_leaves_no_lock() -> None:
         build(["cpu_adam"], lambda _: None, limit_s=9)
     Path(error.value.fix.rpartition(" ")[2]).unlink()
     assert not (build_folder("cpu_adam") / "lock").exists()
-    assert _working_in(build_folder("cpu_adam")) == []
+    wait_until(lambda: not _working_in(build_folder("cpu_adam")), "the end of all compilers")
     preflight(["cpu_adam"])
-
-
-@pytest.mark.usefixtures("extensions")
-@pytest.mark.slow
-def test_sigterm_ends_the_build_too() -> None:
-    code = "from toolkit.engines.deepspeed.ops import build; build(['cpu_adam'], print)"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-    folder = build_folder("cpu_adam")
-    wait_until(lambda: "cc1plus" in _working_in(folder), "a compiler")
-    process.terminate()
-    assert process.wait(HANG_S) == 128 + signal.SIGTERM
-    assert _working_in(folder) == []
-    assert not (folder / "lock").exists()
-
-
-@pytest.mark.usefixtures("extensions")
-@pytest.mark.soak
-def test_a_real_build_that_is_killed_is_found() -> None:
-    """The whole story with torch's own lock: live build, kill -9, stale lock."""
-    argv = [sys.executable, "-m", "toolkit.engines.deepspeed.ops", "cpu_adam"]
-    process = psutil.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_until((build_folder("cpu_adam") / "lock").exists, "the build")
-        preflight(["cpu_adam"])  # a live build is no obstacle
-    finally:
-        process.suspend()  # so that it starts nothing more
-        for member in (*process.children(recursive=True), process):
-            member.kill()
-        process.wait()
-    with pytest.raises(BackendUnavailable, match="left its lock"):
-        preflight(["cpu_adam"])
 
 
 @pytest.mark.slow

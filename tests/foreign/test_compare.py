@@ -162,7 +162,7 @@ def test_what_the_command_prints(
         (
             "a.json",
             b'{"train_batch_size": 1, "train_batch_size": 2}',
-            "stated again (first in line 1)",
+            "already stated on line 1",
         ),
         ("a.yaml", b"- 1", "no map"),
         ("a.yaml", b"a: [", "YAML"),

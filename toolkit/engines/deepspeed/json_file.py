@@ -1,19 +1,14 @@
 """A JSON file written by a user: parsed strictly, with the line of every setting."""
 
 import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import Problem, RecipeError
+from toolkit.recipe import yaml_text
 from toolkit.system import untrusted
-
-MAX_BYTES = 1_000_000
-"""Larger files are refused unread: a DeepSpeed config has a few kilobytes."""
-
-_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]|\n|[^\s{}\[\],:"]+')
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ def read_json(path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
     an object, or states a key twice (of which JSON readers silently keep the last).
     """
     try:
-        text = untrusted.read_bytes(path, MAX_BYTES).decode("utf-8")
+        text = untrusted.read_bytes(path, yaml_text.MAX_BYTES).decode("utf-8")
     except OSError as error:
         found = error.strerror or str(error)
         raise _unreadable(path, what, found, "a readable file") from error
@@ -64,23 +59,10 @@ def parse_json(text: str, path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
         raise _unreadable(path, what, str(error), "JSON with plain finite numbers") from error
     if not isinstance(values, dict):
         raise _unreadable(path, what, type(values).__name__, "an object: { … }", 1)
-    lines: dict[str, int] = {}
-    repeated: list[Problem] = []
-    for key, line in _stated_keys(text):
-        if key in lines:
-            repeated.append(
-                Problem(
-                    key,
-                    f"stated again (first in line {lines[key]})",
-                    "each key once",
-                    "delete one of the two",
-                    str(path),
-                    line,
-                )
-            )
-        lines.setdefault(key, line)
-    if repeated:
-        raise RecipeError(repeated)
+    stated, problems = yaml_text.parse(text, str(path))  # JSON is YAML, too
+    if problems:
+        raise RecipeError(problems)
+    lines = {yaml_text.dotted(at): place.line for at, place in stated.places.items()}
     return JsonFile(path, values, lines)
 
 
@@ -90,26 +72,3 @@ def _unreadable(path: Path, what: str, found: str, allowed: str, line: int = 0) 
 
 def _refuse_constant(name: str) -> object:
     raise ValueError(f"{name} is not a JSON number")
-
-
-def _stated_keys(text: str) -> Iterator[tuple[str, int]]:
-    """Dotted path and line of every key, in file order; `text` is known to be valid JSON.
-
-    Objects inside a list are passed over: no DeepSpeed setting of ours is one.
-    """
-    line = 1
-    path: list[str | None] = []  # the open key of each open object; None for a list
-    last = ""
-    for match in _TOKEN.finditer(text):
-        token = match.group()
-        if token == "\n":
-            line += 1
-            continue
-        if token in "{[":
-            path.append("" if token == "{" else None)
-        elif token in "}]":
-            path.pop()
-        elif token == ":" and None not in path:
-            path[-1] = json.loads(last)
-            yield ".".join(key for key in path if key is not None), line
-        last = token

@@ -15,15 +15,14 @@ import os
 import runpy
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +38,6 @@ from toolkit.system.compilers import (
     missing_headers,
     user_cache,
 )
-from toolkit.system.handlers import handling
 from toolkit.system.interpreter import python
 
 BUILDERS = {
@@ -64,7 +62,6 @@ ON_GPU = ("fused_adam", "async_io", "quantizer")
 """Ops that are built against CUDA; CPU ops never are."""
 
 _POLL_S = 0.2
-_GRACE_S = 3.0
 
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_destroy(c); }\n"
 
@@ -94,10 +91,12 @@ def preflight(ops: Sequence[str]) -> None:
     killed build left behind, each with its fix. Ops that are built already are checked
     too: loading one runs ninja again.
     """
-    if not ops:
-        return
-    ops = compiled_at_start(ops)
-    missing = [*missing_tools(ops), *stale_locks(ops)] if ops else []
+    ops = compiled_at_start(ops) if ops else ()
+    if ops:
+        _demand_nothing(ops, [*missing_tools(ops), *stale_locks(ops)])
+
+
+def _demand_nothing(ops: Sequence[str], missing: Sequence[Missing]) -> None:
     if missing:
         raise BackendUnavailable(
             f"DeepSpeed must compile {', '.join(ops)} for this run, but "
@@ -136,24 +135,29 @@ def build(
             report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
             start = time.monotonic()
             _build(op, limit_s)
-            # It may be up to date for ninja, but older than the packages: now it is newer.
-            (build_folder(op) / f"{op}.so").touch()
+            _stamp(op).write_text(_environment(), encoding="utf-8")
             report(f"built DeepSpeed op {op} in {time.monotonic() - start:.0f} s")
 
 
 def is_built(op: str) -> bool:
-    """Whether `op` was compiled against this environment's torch and DeepSpeed, after they
-    were installed.
+    """Whether `op` was last built for the torch and DeepSpeed of this environment:
+    environments share the folder, and torch compiles again at the first use what was compiled
+    for another one."""
+    library, stamp = build_folder(op) / f"{op}.so", _stamp(op)
+    return (
+        library.is_file()
+        and stamp.is_file()
+        and stamp.read_text(encoding="utf-8") == _environment()
+    )
 
-    Environments share the folder, and torch compiles again at the first use what was
-    compiled for another one.
-    """
-    library, commands = build_folder(op) / f"{op}.so", build_folder(op) / "build.ninja"
-    if not library.is_file() or not commands.is_file():
-        return False
-    if str(_package_folder("torch")) not in commands.read_text(encoding="utf-8"):
-        return False
-    return library.stat().st_mtime > max(map(_installed_at, ("torch", "deepspeed")))
+
+def _stamp(op: str) -> Path:
+    return build_folder(op) / "dmt_built_for"
+
+
+def _environment() -> str:
+    """What a built op depends on."""
+    return f"torch {version('torch')}, deepspeed {version('deepspeed')}, {sys.prefix}"
 
 
 def build_folder(op: str) -> Path:
@@ -187,15 +191,6 @@ def _package_folder(package: str) -> Path:
     return Path(found.origin).parent
 
 
-def _installed_at(package: str) -> float:
-    """When a package was put here, in seconds since the epoch.
-
-    The change time, not the modification time: installers that link files from a cache
-    keep the latter.
-    """
-    return (_package_folder(package) / "__init__.py").stat().st_ctime
-
-
 def compiled_at_start(ops: Sequence[str]) -> list[str]:
     """The `ops` that this DeepSpeed was not installed with (`DS_BUILD_OPS=1`)."""
     record = _package_folder("deepspeed") / "git_version_info_installed.py"
@@ -210,7 +205,7 @@ def missing_tools(ops: Sequence[str]) -> Iterator[Missing]:
         yield Missing("ninja", "the build tool ninja is not on PATH", "pip install ninja")
     yield from missing_headers()
     found = compiler("CXX", ("c++",))
-    if "async_io" in ops and not (_libaio_links(found) if found else _libaio_header()):
+    if "async_io" in ops and found and not _libaio_links(found):
         yield Missing(
             "libaio",
             "libaio, which NVMe offload reads and writes through, cannot be compiled against",
@@ -244,18 +239,12 @@ def _libaio_links(compiler: Sequence[str]) -> bool:
     return result.returncode == 0
 
 
-def _libaio_header() -> bool:
-    """Whether libaio's header is in a default include path; used without a compiler."""
-    named = [os.environ.get(name, "") for name in ("CPATH", "CPLUS_INCLUDE_PATH")]
-    folders = os.pathsep.join([*named, "/usr/local/include", "/usr/include"])
-    return any((Path(folder) / "libaio.h").is_file() for folder in folders.split(os.pathsep))
-
-
 def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
     """Locks that killed builds of `ops` left behind."""
     for op in ops:
         lock = build_folder(op) / "lock"
-        if lock.exists() and not _is_held(lock):
+        # It may have been released meanwhile.
+        if lock.exists() and not _is_held(lock) and lock.exists():
             yield Missing(
                 op,
                 f"a build of {op} that was killed left its lock {lock}, for which DeepSpeed "
@@ -290,79 +279,45 @@ def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> 
     """Wait while another process builds `op`."""
     lock = build_folder(op) / "lock"
     deadline = time.monotonic() + limit_s
-    announced = False
+    if lock.exists() and _is_held(lock):
+        report(f"waiting for another process that builds DeepSpeed op {op}…")
     while lock.exists():
-        if not _is_held(lock):
-            if lock.exists():  # otherwise it was released between the two checks
-                preflight([op])
-            return
+        _demand_nothing([op], [*stale_locks([op])])
         if time.monotonic() > deadline:
             raise BackendUnavailable(
                 f"another process has been building DeepSpeed op {op} for {limit_s:.0f} s "
                 f"(lock {lock})",
                 fix=f"end that process; if there is none: rm {shlex.quote(str(lock))}",
             )
-        if not announced:
-            report(f"waiting for another process that builds DeepSpeed op {op}…")
-            announced = True
         time.sleep(_POLL_S)
 
 
 def _build(op: str, limit_s: float) -> None:
-    """Compile one op in a separate process; its log is removed only on success."""
+    """Compile one op in a separate process; its log is removed only on success.
+
+    The build of a launcher that is stopped goes on, and the next run finds it; Ctrl-C ends
+    both.
+    """
     descriptor, name = tempfile.mkstemp(prefix=f"dmt-build-{op}-", suffix=".log")
-    log = Path(name)
     with os.fdopen(descriptor, "wb") as output:
         process = subprocess.Popen(
             [*python(), "-m", "toolkit.engines.deepspeed.ops", op],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that ninja and the compilers can be found
         )
         try:
-            with _sigterm_as_exit():
-                code = process.wait(limit_s)
-        except BaseException as error:  # also Ctrl-C: leave no build and no lock behind
-            _end_session(process)
-            lock = build_folder(op) / "lock"
-            if not _is_held(lock):
-                lock.unlink(missing_ok=True)
-            if isinstance(error, subprocess.TimeoutExpired):
-                raise _failed(op, f"took longer than {limit_s:.0f} s", log) from error
-            log.unlink(missing_ok=True)
-            raise
-    if code != 0:
-        raise _failed(op, f"failed (exit code {code})", log)
-    log.unlink()
-
-
-def _end_session(leader: "subprocess.Popen[bytes]") -> None:
-    """Terminate a build with all its compilers.
-
-    ninja gives each compiler its own process group and terminates them on SIGTERM; remaining
-    ones are killed after a while.
-    """
-    below = psutil.Process(leader.pid).children(recursive=True)
-    os.killpg(leader.pid, signal.SIGTERM)
-    leader.wait()
-    for process in psutil.wait_procs(below, _GRACE_S)[1]:
-        with suppress(psutil.NoSuchProcess):
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired as error:
+            for one in psutil.Process(process.pid).children(recursive=True):
+                one.kill()
             process.kill()
-
-
-@contextmanager
-def _sigterm_as_exit() -> Iterator[None]:
-    """Let SIGTERM unwind the stack here, so that the build does not outlive us."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def leave(number: int, _: object) -> None:
-        raise SystemExit(128 + number)
-
-    with handling([signal.SIGTERM], leave):
-        yield
+            process.wait()
+            (build_folder(op) / "lock").unlink(missing_ok=True)
+            raise _failed(op, f"took longer than {limit_s:.0f} s", Path(name)) from error
+    if code != 0:
+        raise _failed(op, f"failed (exit code {code})", Path(name))
+    Path(name).unlink()
 
 
 def _failed(op: str, how: str, log: Path) -> BackendUnavailable:
