@@ -2,7 +2,7 @@
 needs."""
 
 from collections.abc import Iterator
-from pathlib import Path
+from io import StringIO
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.numa import binding
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from toolkit.engines import numa
 from toolkit.engines.distributed import join
 from toolkit.errors import BackendUnavailable
 
@@ -115,29 +115,17 @@ def test_one_rank_binds_no_device(
     assert joined[0]["backend"] == "nccl" and "device_id" not in joined[0]
 
 
-@pytest.mark.parametrize(
-    ("listed", "kept"),
-    [
-        ("0-1,64-65\n", {0, 1}),
-        ("1\n", {1}),
-        ("8-15\n", None),  # the launcher chose the other node's
-        ("\n", None),  # of a virtual machine
-        (None, None),
-    ],
-)
+@pytest.mark.parametrize(("listed", "kept"), [("0-1,64-65\n", {0, 1}), ("8-15\n", None)])
 def test_a_rank_keeps_to_the_cores_next_to_its_gpu(
     monkeypatch: pytest.MonkeyPatch,
     joined: list[dict[str, Any]],
-    tmp_path: Path,
-    listed: str | None,
+    listed: str,
     kept: set[int] | None,
 ) -> None:
     """And computes convolutions in fp32, which torch computes in TF32."""
-    monkeypatch.setattr(numa, "_PCI_DEVICES", tmp_path)
-    folder = tmp_path / "0000:3b:00.0"
-    folder.mkdir()
-    if listed is not None:
-        (folder / "local_cpulist").write_text(listed)
+    of_kernel = {"/sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n",
+                 "/sys/devices/system/node/node1/cpulist": listed}  # fmt: skip
+    monkeypatch.setattr(binding, "open", lambda name: StringIO(of_kernel[name]), raising=False)
     bound: list[set[int]] = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: bound.append(cores))
@@ -186,3 +174,15 @@ def test_cpus_join_by_gloo(
     have_gpus(monkeypatch, 0)
     assert join().device == torch.device("cpu")
     assert joined[0]["backend"] == "gloo"
+
+
+def test_several_restarting_agents_must_not_share_their_store(
+    monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]]
+) -> None:
+    agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "2"}
+    for name, value in (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"} | agent).items():
+        monkeypatch.setenv(name, value)
+    have_gpus(monkeypatch, 0)
+    with pytest.raises(BackendUnavailable) as caught:
+        join()
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caught.value.fix and not joined

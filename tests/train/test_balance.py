@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toolkit.layout import Layout
-from toolkit.train.balance import RankRates, apportion, measure
+from toolkit.train.balance import apportion, delays_of, measure, speeds_of
 from toolkit.train.split import BatchSplit, with_shares
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
@@ -22,7 +22,7 @@ def test_no_other_shares_are_done_earlier(speeds: list[float], total: int, most:
         for shares in product(range(1, most + 1), repeat=len(speeds))
         if sum(shares) == total
     ]
-    found = apportion(speeds, total, [most] * len(speeds))
+    found = apportion(speeds, total, most)
     if found is None:
         assert not every
     else:
@@ -32,17 +32,17 @@ def test_no_other_shares_are_done_earlier(speeds: list[float], total: int, most:
 
 def test_a_data_parallel_rank_is_as_fast_as_its_slowest_rank() -> None:
     layout = Layout(dp=2, tp=2, pp=2)
-    measured = RankRates(3, (4.0, 4.0, 4.0, 4.0, 4.0, 1.0, 4.0, 4.0))
-    assert measured.speeds(layout) == [1.0, 4.0]
-    delays = measured.delays(layout)
+    rates = (4.0, 4.0, 4.0, 4.0, 4.0, 1.0, 4.0, 4.0)
+    assert speeds_of(rates, layout) == [1.0, 4.0]
+    delays = delays_of(rates, layout)
     assert delays[5] == 4.0 and {*delays[:5], *delays[6:]} == {1.0}
 
 
 def test_a_rank_that_has_less_to_do_is_no_straggler() -> None:
     uneven = with_shares(Layout(dp=2, micro_batch=3, gradient_accumulation=2), (4, 2))
-    assert RankRates(3, (2.0, 1.0)).delays(uneven) == [1.0, 1.0]
+    assert delays_of((2.0, 1.0), uneven) == [1.0, 1.0]
     chunks = Layout(dp=2, pp=2, vpp=2, stages=(3, 1, 1, 1))
-    assert RankRates(3, (4.0, 4.0, 2.0, 2.0)).delays(chunks) == [1.0, 1.0, 1.0, 1.0]
+    assert delays_of((4.0, 4.0, 2.0, 2.0), chunks) == [1.0, 1.0, 1.0, 1.0]
 
 
 def test_a_split_changes_from_a_step_on_and_continues() -> None:

@@ -3,6 +3,7 @@
 import gc
 import os
 import resource
+import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,12 +15,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from toolkit.batch import MicroBatch
-from toolkit.engines import numa
-from toolkit.engines.rendezvous import loopback_store, needs_new_store, new_store, on_loopback
 from toolkit.engines.scheduler_ranks import scheduler_ranks
 from toolkit.errors import BackendUnavailable, DataError
 
@@ -53,7 +53,7 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     _share_cores(local_world, on_gpu=on_gpu)
     if on_gpu:
         ranks = replace(ranks, device=_gpu(ranks, may_be_alone=bool(placed)))
-        numa.bind(ranks.device)
+        _keep_near(ranks.device)
         torch.cuda.set_device(ranks.device)
         torch.backends.cudnn.allow_tf32 = False  # torch's default for fp32 convolutions
     else:
@@ -77,6 +77,16 @@ def _gpu(ranks: Ranks, *, may_be_alone: bool) -> torch.device:
     return torch.device("cuda", index)
 
 
+def _keep_near(device: torch.device) -> None:
+    """Restrict this process to the cores next to its GPU, where its pinned memory then lies,
+    too; not where the kernel states none, or the launcher chose only others."""
+    with suppress(AttributeError, ImportError, OSError, RuntimeError, ValueError):
+        from torch.numa.binding import _node_get_logical_cpus_to_bind_to
+
+        if near := _node_get_logical_cpus_to_bind_to(gpu_index=device.index):
+            os.sched_setaffinity(0, near)
+
+
 def _join(ranks: Ranks, timeout: timedelta) -> None:
     """Create the default group, whose backend other groups inherit."""
     on_gpu, rank, world = ranks.device.type == "cuda", ranks.rank, ranks.world
@@ -84,9 +94,7 @@ def _join(ranks: Ranks, timeout: timedelta) -> None:
     if on_gpu and world > 1:
         # NCCL then connects eagerly: a broken network fails here and not in the first step.
         options["device_id"] = ranks.device
-    if needs_new_store() or on_loopback(ranks.local_world == world):
-        make = new_store if needs_new_store() else loopback_store
-        store = make(rank, world, timeout)
+    if store := _own_store(ranks, timeout):
         dist.init_process_group(
             store=store, rank=rank, world_size=world, timeout=timeout, **options
         )
@@ -101,6 +109,35 @@ def _join(ranks: Ranks, timeout: timedelta) -> None:
         # after the other, and its messages between two ranks would wait for each other.
         assert dist.group.WORLD is not None
         dist.group.WORLD.bound_device_id = None
+
+
+def _own_store(ranks: Ranks, timeout: timedelta) -> Store | None:
+    """Where ranks find each other if PyTorch's own store does not do; None where it does.
+
+    Agents of torchrun that restart ranks keep one store, in which restarted ranks would find
+    the addresses of dead ones, and fail or wait until every restart is used up (torch 2.13). On
+    one machine, the number of the restart tells them apart; several agents count differently.
+    Raises BackendUnavailable for several, OSError if the port is taken.
+    """
+    local = ranks.local_world == ranks.world
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if not int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+            return None
+        if not local:
+            raise BackendUnavailable(
+                "torchrun --max-restarts would restart ranks with the store of those before",
+                fix="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …, on every machine",
+            )
+        store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timeout))
+        return PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    if not local or os.environ.get("MASTER_ADDR") not in ("127.0.0.1", "localhost"):
+        return None
+    # Only this listens at the loopback address alone; PyTorch's at all, for anybody.
+    address = "127.0.0.1", int(os.environ["MASTER_PORT"])
+    if ranks.rank > 0:
+        return TCPStore(*address, ranks.world, timeout=timeout)
+    listening = socket.create_server(address, backlog=2048).detach()  # the store closes it
+    return TCPStore(*address, ranks.world, True, timeout=timeout, master_listen_fd=listening)
 
 
 def limit_collectives(limit: timedelta, *, but: dist.ProcessGroup) -> None:

@@ -11,8 +11,8 @@ import socket
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from heapq import heapify, heapreplace
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
 
 import torch
 import torch.distributed as dist
@@ -39,24 +39,20 @@ AHEAD = 2
 _ROWS = 1024
 
 
-def apportion(
-    speeds: Sequence[float], total: int, most: Sequence[int]
-) -> tuple[int, ...] | None:
+def apportion(speeds: Sequence[float], total: int, most: int) -> tuple[int, ...] | None:
     """`total` samples for ranks of these speeds so that the last is done first: one for each,
-    and each other one goes where it is done first. No rank gets more than its `most`; None
-    where that is too few or too many for all."""
-    shares = [1] * len(speeds)
-    if not len(speeds) <= total <= sum(most):
+    and each other one goes where it is done first. No rank gets more than `most`; None where
+    that is too few or too many for all."""
+    if not len(speeds) <= total <= most * len(speeds):
         return None
-    waiting = [
-        (2 / speed if most[rank] > 1 else math.inf, rank) for rank, speed in enumerate(speeds)
-    ]
+    shares = [1] * len(speeds)
+    waiting = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
     heapify(waiting)
     for _ in range(total - len(speeds)):
-        _, rank = waiting[0]
+        _, rank = heappop(waiting)
         shares[rank] += 1
-        full = shares[rank] >= most[rank]
-        heapreplace(waiting, (math.inf if full else (shares[rank] + 1) / speeds[rank], rank))
+        if shares[rank] < most:
+            heappush(waiting, ((shares[rank] + 1) / speeds[rank], rank))
     return tuple(shares)
 
 
@@ -78,34 +74,28 @@ def most_samples(recipe: Recipe, plan: Plan) -> int:
     return next(fitting, plan.layout).micro_batch
 
 
-@dataclass(frozen=True)
-class RankRates:
-    """One measurement: the rate of every rank, in products per second."""
+def speeds_of(rates: Sequence[float], layout: Layout) -> list[float]:
+    """Speed of each data-parallel rank: the rate of its slowest rank."""
+    found = [math.inf] * layout.dp
+    for rank, rate in enumerate(rates):
+        at = layout.data_rank(rank)
+        found[at] = min(found[at], rate)
+    return found
 
-    step: int
-    rates: tuple[float, ...]
 
-    def speeds(self, layout: Layout) -> list[float]:
-        """Speed of each data-parallel rank: that of its slowest rank."""
-        found = [math.inf] * layout.dp
-        for rank, rate in enumerate(self.rates):
-            at = layout.data_rank(rank)
-            found[at] = min(found[at], rate)
-        return found
-
-    def delays(self, layout: Layout) -> list[float]:
-        """How many times as long as the rank in the middle, or the other one of two, each rank
-        takes for its samples, and its layers where they are stated."""
-        layers = layout.stages or (1,) * layout.pp
-        per_stage = [sum(layers[stage :: layout.pp]) for stage in range(layout.pp)]
-        own = [
-            per_stage[rank * layout.pp // layout.world]
-            * layout.micro_batches[layout.data_rank(rank)]
-            / rate
-            for rank, rate in enumerate(self.rates)
-        ]
-        middle = statistics.median(own)
-        return [one / (middle if len(own) > 2 else sum(own) - one) for one in own]
+def delays_of(rates: Sequence[float], layout: Layout) -> list[float]:
+    """How many times as long as the rank in the middle, or the other one of two, each rank
+    takes for its samples, and its layers where they are stated."""
+    layers = layout.stages or (1,) * layout.pp
+    per_stage = [sum(layers[stage :: layout.pp]) for stage in range(layout.pp)]
+    own = [
+        per_stage[rank * layout.pp // layout.world]
+        * layout.micro_batches[layout.data_rank(rank)]
+        / rate
+        for rank, rate in enumerate(rates)
+    ]
+    middle = statistics.median(own)
+    return [one / (middle if len(own) > 2 else sum(own) - one) for one in own]
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -142,10 +132,12 @@ class Balancer:
         self.width = width
         self._moves = start.recipe.parallel.balance == "auto"
         self._last_s = time.monotonic()
-        self._found: list[RankRates] = []
+        self._found: list[tuple[int, list[float]]] = []
+        """Of the last measurements, the step and the rate of every rank, in products per
+        second."""
         self._named: set[int] = set()
         """Stragglers that were reported."""
-        self._most: int | None = None
+        self._most = 0
 
     def at_checkpoint(self, step: int) -> list[str]:
         """Measure when due, after `step` steps. Returns, on rank 0, what to tell the user."""
@@ -157,16 +149,14 @@ class Balancer:
         everyones: list[tuple[float, str]] = [(0.0, "")] * start.ranks.world
         dist.all_gather_object(everyones, (mine, socket.gethostname()), start.together.group)
         self._last_s = time.monotonic()
-        rates, hosts = zip(*everyones, strict=True)
+        rates = [rate for rate, _ in everyones]
         if any(map(math.isnan, rates)):
             return []
-        self._found = [*self._found, RankRates(step, rates)][-MEASUREMENTS:]
+        self._found = [*self._found, (step, rates)][-MEASUREMENTS:]
         if len(self._found) < MEASUREMENTS:
             return []
-        told = self._stragglers(step, hosts)
-        if self._moves:
-            told += self._move(step)
-        return told
+        told = self._stragglers(step, [host for _, host in everyones])
+        return told + (self._move(step) if self._moves else [])
 
     def _due(self) -> bool:
         return time.monotonic() - self._last_s >= QUIET_S
@@ -174,10 +164,11 @@ class Balancer:
     def _stragglers(self, step: int, hosts: Sequence[str]) -> list[str]:
         """Report ranks that are slow in all measurements, each once until it recovers."""
         layout, told = self.start.split.layout, []
-        delays = [*zip(*(one.delays(layout) for one in self._found), strict=True)]
-        slow = {rank for rank, each in enumerate(delays) if min(each) >= SLOW}
+        every = [delays_of(rates, layout) for _, rates in self._found]
+        delays = dict(enumerate(zip(*every, strict=True)))
+        slow = {rank for rank, each in delays.items() if min(each) >= SLOW}
         for rank in sorted(slow - self._named):
-            ratio, since = statistics.median(delays[rank]), self._found[0].step
+            ratio, since = statistics.median(delays[rank]), self._found[0][0]
             message = (
                 f"rank {rank} on {hosts[rank]} takes {ratio:.2f} times as long as the other "
                 f"ranks, since step {since} or before"
@@ -194,13 +185,12 @@ class Balancer:
     def _move(self, step: int) -> list[str]:
         """Move samples, if every measurement predicts a gain."""
         start, layout = self.start, self.start.split.layout
-        measured = [one.speeds(layout) for one in self._found]
+        measured = [speeds_of(rates, layout) for _, rates in self._found]
         speeds = [statistics.median(each) for each in zip(*measured, strict=True)]
-        if self._most is None:
-            planned = start.recipe, start.plan
-            self._most = start.together.rank_zero(lambda: most_samples(*planned))
-        most = [max(self._most, n) for n in start.plan.layout.micro_batches]
-        shares = apportion(speeds, layout.round_samples, most) or layout.micro_batches
+        self._most = self._most or start.together.rank_zero(
+            lambda: most_samples(start.recipe, start.plan)
+        )
+        shares = apportion(speeds, layout.round_samples, self._most) or layout.micro_batches
         new = with_shares(layout, shares)
         gains = [seconds(layout, one) / seconds(new, one) for one in measured]
         if min(gains) < LEAST_GAIN:
