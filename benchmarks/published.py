@@ -65,7 +65,7 @@ def predict(fields: Mapping[str, Any]) -> dict[str, Any]:
         setup = case.setup()
     except PlanError as error:
         return _EMPTY | {"id": fields["id"], "unsupported": str(error)}
-    found = estimate(setup)
+    found = estimate(*setup[:3])
     memory, total = found.memory, found.memory.reserved
     if case.by_megatron:
         if not case.unfused:

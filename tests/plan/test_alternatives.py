@@ -13,11 +13,12 @@ from tests.plan.making import MIXTRAL, RECIPES, found, llama_8b, on, recipe, tin
 from toolkit.errors import PlanError, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.alternatives import Alternative, over, remedies, what_if
+from toolkit.plan.estimate import MARGIN, estimate
 from toolkit.plan.hardware.cluster import parse_cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, placed_on, plan_of, plan_recipe, settled
 from toolkit.plan.reasons import reasons
-from toolkit.plan.search import MARGIN, Search, demand, room, search
+from toolkit.plan.search import Search, search
 from toolkit.recipe.schema import Recipe
 
 SEVENTY = ("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
@@ -63,13 +64,13 @@ def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> Non
         assert (one.best.memory_gib, one.best.step_s) == (
             answer.best.memory_gib, answer.best.step_s,
         )  # fmt: skip
-        assert one.room == room(answer.best, answer.cluster)
+        assert one.best.room == answer.best.room
         changed.update(one.changes)
         limit = chosen.cluster.gpu.memory_gib
         assert limit is not None
-        if room(chosen.best, chosen.cluster) == "fits":
+        if chosen.best.room == "fits":
             assert chosen.best.memory_gib * (1 + MARGIN) <= limit
-        assert chosen.fits == (room(chosen.best, chosen.cluster) != "does not fit")
+        assert chosen.fits == (chosen.best.room != "does not fit")
     assert len(changed) > 6
 
 
@@ -90,7 +91,7 @@ def test_a_plan_says_why_its_layout_was_chosen_and_what_is_tight() -> None:
     wanted = placed_on(load_recipe(RECIPES / f"{SEVENTY[1]}.yaml"), parse_cluster(SEVENTY[0]))
     chosen = explore(wanted)
     fastest = next(chosen.with_margin(chosen.ranked))
-    gain = 1 - fastest.step_s / chosen.best.step_s  # type: ignore[operator]
+    gain = 1 - fastest.step_s / chosen.best.step_s
     first, *_ = reasons(chosen, 0.0)
     assert first.startswith("choice: the simplest layout that fits with a margin of memory")
     assert first.endswith(f"{gain:.1%} faster") and gain > 0
@@ -99,7 +100,7 @@ def test_a_plan_says_why_its_layout_was_chosen_and_what_is_tight() -> None:
     fixed = settled(wanted, plan_of(chosen)).with_values({"cluster.memory_fraction": share})
     tight = explore(fixed)
     assert tight.best.layout == chosen.best.layout
-    assert tight.room(tight.best) == "tight"
+    assert tight.best.room == "tight"
     (warning,) = (one for one in reasons(tight, 0.0) if "WARNING" in one)
     assert "memory is tight" in warning and "no layout leaves a margin" in warning
     assert explore(fixed, tight.cluster).cluster == tight.cluster, "the share is taken once"
@@ -111,11 +112,11 @@ def test_the_shortlist_has_a_safer_layout() -> None:
     where = parse_cluster("1x8xh100-80gb")
     path = RECIPES / "qwen/qwen3-30b-a3b-pretrain.yaml"
     chosen = explore(placed_on(load_recipe(path, [], where), where))
-    assert room(chosen.best, chosen.cluster) == "tight"
+    assert chosen.best.room == "tight"
     for most in (1, 2, 5):
         shown = chosen.shortlist(most)
         assert shown[0] is chosen.best or most == 1
-        assert [room(one, chosen.cluster) for one in shown].count("fits") == 1
+        assert [one.room for one in shown].count("fits") == 1
         assert len(shown) <= max(2, most)
 
 
@@ -145,7 +146,7 @@ def test_how_far_off() -> None:
     chosen = search(*on("1x8xh100-80gb", SEVENTY[1], engine="megatron"))
     assert not chosen.fits
     smallest = min(
-        demand(
+        estimate(
             one.workload, one.split(one.micro_batches[0], *one.recomputes[-1]), chosen.cluster
         ).memory_gib
         for one in chosen.partial

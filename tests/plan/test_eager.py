@@ -45,5 +45,4 @@ def test_memory_and_time_know_it() -> None:
     plain = explore(recipe(model__config=TINY | {"max_position_embeddings": 4096}, **settings))
     scores = 8 * workload.spec.heads * workload.spec.layers * 4096**2 / 2**30
     assert found.best.memory_gib - plain.best.memory_gib > 0.99 * scores
-    assert found.best.step_s is not None and plain.best.step_s is not None
     assert found.best.step_s > 2 * plain.best.step_s

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.plan.making import recipe
-from toolkit.plan.cost.traffic import reduce_bytes
 from toolkit.plan.cost.workload import workload_of
 from toolkit.plan.planner import explore
 from toolkit.plan.search import Search
@@ -36,7 +35,6 @@ def test_a_file_of_ones_own_states_it(
     other = explored(
         parallel__engine="deepspeed", parallel__model="hf", parallel__zero={"stage": 2}
     )
-    assert found.best.step_s is not None and other.best.step_s is not None
     assert (found.best.step_s < other.best.step_s) == (nbytes == 2)
 
 
@@ -45,4 +43,4 @@ def test_every_engine_reduces_fp16_in_fp32(engine: str) -> None:
     """megatron-core's `grad_reduce_in_fp32` is always on, so fp16 saves no traffic."""
     half = {"cluster__gpu": "v100-32gb", "training__precision": "fp16"}
     found = explored(parallel__engine=engine, **half)
-    assert reduce_bytes(workload_of(found.job, found.best.pair)) == 4
+    assert reduced_in(found) is None, "4 bytes"

@@ -27,30 +27,21 @@ from toolkit.intake.load import load_recipe
 from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.models.hub import model_config
 from toolkit.plan.alternatives import over
-from toolkit.plan.cost.time import step_time
 from toolkit.plan.cost.workload import workload_of
+from toolkit.plan.estimate import Estimate, estimate
 from toolkit.plan.hardware.cluster import Cluster, parse_cluster
 from toolkit.plan.planner import explore, plan_recipe
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import kernels
 from toolkit.plan.rules.legality import table
-from toolkit.plan.search import (
-    TIE,
-    WORTH,
-    Candidate,
-    Kind,
-    demand,
-    kind_of,
-    room,
-    search,
-)
+from toolkit.plan.search import TIE, WORTH, kind_of, search
 from toolkit.plan.space import fallbacks, partial_layouts
 from toolkit.recipe.schema import Recipe
 
 # Against a plain enumeration
 
 
-def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
+def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Estimate]:
     """Layouts of a coarse grid that fit, without any of the search's rules or shortcuts."""
     spec, world, batch = job.spec, cluster.gpus, job.training.global_batch_size
     powers = [2**power for power in range(8)]
@@ -84,19 +75,17 @@ def enumerated(job: PlanRequest, cluster: Cluster) -> Iterator[Candidate]:
                 recompute=recompute, micro_batch=micro, gradient_accumulation=steps,
                 compile=kernels.compiled(job, pair, zero), fused=kernels.fused(job, pair),
             )  # fmt: skip
-            one = demand(workload, layout, cluster)
-            one = one._replace(step_s=step_time(workload, layout, cluster).total_s)
-            if room(one, cluster) != "does not fit":
+            one = estimate(workload, layout, cluster)
+            if one.fits:
                 yield one
 
 
 def test_nothing_enumerated_is_much_faster() -> None:
     job, cluster = on("8x8xh100-80gb", "llama/llama-3.1-70b-pretrain")
     chosen = search(job, cluster)
-    fastest = min(enumerated(job, cluster), key=lambda one: one.step_s or 0)
-    assert chosen.best.step_s is not None and fastest.step_s is not None
+    fastest = min(enumerated(job, cluster), key=lambda one: one.step_s)
     # The chosen layout has a margin of memory, and is simpler than the fastest one.
-    limit = 1 + WORTH if room(fastest, cluster) == "fits" else (1 + WORTH) ** 2
+    limit = 1 + WORTH if fastest.room == "fits" else (1 + WORTH) ** 2
     assert chosen.best.step_s <= limit * fastest.step_s
     # The search knows more layouts, so its fastest one is at least as fast.
     assert min(one.step_s or 0 for one in chosen.fitting) <= fastest.step_s * (1 + 1e-9)
@@ -109,11 +98,7 @@ def test_every_micro_batch_that_fits_is_kept_with_the_least_recompute() -> None:
     for partial in partial_layouts(job, chosen.fallback):
         for size in partial.micro_batches:
             layouts = (partial.split(size, *way) for way in partial.recomputes)
-            fit = (
-                one
-                for one in layouts
-                if room(demand(partial.workload, one, cluster), cluster) != "does not fit"
-            )
+            fit = (one for one in layouts if estimate(partial.workload, one, cluster).fits)
             expected.update([*fit][:1])
     assert expected <= {one.layout for one in chosen.fitting}
     roomier = [one for one in chosen.fitting if one.layout not in expected]
@@ -122,11 +107,6 @@ def test_every_micro_batch_that_fits_is_kept_with_the_least_recompute() -> None:
 
 
 # The choice
-
-
-def seconds(one: Candidate) -> float:
-    assert one.step_s is not None
-    return one.step_s
 
 
 CHOSEN = {
@@ -154,18 +134,15 @@ def test_the_simplest_kind_is_chosen_unless_another_is_more_than_10_percent_fast
     assert (*best.pair, best.layout.zero_stage) == CHOSEN[place]
     assert (best.layout.offload_optimizer == "cpu") == (cluster == "1x4xa10g")
     assert best.layout.tp == 1 or chosen.cluster.node_link.kind == "nvlink"
-    assert chosen.room(best) == "fits"
+    assert best.room == "fits"
 
-    def kind(one: Candidate) -> Kind:
-        return kind_of(*one[:2], chosen.cluster)
-
-    roomy = [one for one in chosen.fitting if chosen.room(one) == "fits"]
-    fastest = min(map(seconds, roomy))
-    assert seconds(best) <= (1 + WORTH) * fastest
-    simpler = [seconds(one) for one in roomy if kind(one) < kind(best)]
+    roomy = [one for one in chosen.fitting if one.room == "fits"]
+    fastest = min(one.step_s for one in roomy)
+    assert best.step_s <= (1 + WORTH) * fastest
+    simpler = [one.step_s for one in roomy if kind_of(one) < kind_of(best)]
     assert not simpler or min(simpler) > (1 + WORTH) * fastest
-    same = [seconds(one) for one in roomy if kind(one) == kind(best)]
-    assert seconds(best) <= (1 + TIE) * min(same)
+    same = [one.step_s for one in roomy if kind_of(one) == kind_of(best)]
+    assert best.step_s <= (1 + TIE) * min(same)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +168,10 @@ def test_offload_is_searched_next_to_tight_layouts() -> None:
     """Without, the fastest layout left less than the margin and was 36 to 48% slower."""
     chosen = found("1x2xh100-80gb", "llama/llama-3.1-8b-sft")
     best = chosen.best
-    assert room(best, chosen.cluster) == "fits"
+    assert best.room == "fits"
     assert best.layout.offload_optimizer == "cpu"
     tight = [one for one in chosen.fitting if one.layout.offload_optimizer == "none"]
-    assert tight and min(one.step_s or 0 for one in tight) > (best.step_s or 0)
+    assert tight and min(one.step_s or 0 for one in tight) > best.step_s
 
 
 def test_a_model_has_to_fit_while_it_is_built() -> None:
@@ -203,7 +180,7 @@ def test_a_model_has_to_fit_while_it_is_built() -> None:
     whole = search(*on("16x8xh100-80gb", "llama/llama-3.1-70b-pretrain", **fixed))
     assert not whole.fits
     assert whole.nearest.memory_gib == pytest.approx(2 * 70_553_706_496 / 2**30, rel=1e-3)
-    assert whole.nearest.states_gib < 10
+    assert whole.nearest.memory.model_states / 2**30 < 10
     split = search(
         *on("16x8xh100-80gb", "llama/llama-3.1-70b-pretrain", **{**fixed, "tensor": 4})
     )
@@ -463,9 +440,9 @@ def test_no_more_layers_are_recomputed_than_leave_a_margin() -> None:
             if isinstance(some := one.layout.recompute, int):
                 workload = workload_of(chosen.job, one.pair)
                 less = replace(one.layout, recompute=some - 1 or "none")
-                near = demand(workload, less, chosen.cluster)
-                wanted = room(one, chosen.cluster)
-                assert room(near, chosen.cluster) not in ("fits", wanted)
+                near = estimate(workload, less, chosen.cluster)
+                wanted = one.room
+                assert near.room not in ("fits", wanted)
                 checked += 1
         assert checked > 50
     large = found("2048x8xh100-80gb", "llama/llama-3.1-405b-pretrain").best
@@ -508,7 +485,7 @@ def test_open_expert_degrees() -> None:
     assert all(one.layout.ep == 1 for one in chosen.fitting if one.pair.engine != "megatron")
     only_one = search(*on(*place))
     assert {one.layout.ep for one in only_one.fitting} == {1}
-    assert chosen.best.step_s <= only_one.best.step_s * (1 + TIE)  # type: ignore[operator]
+    assert chosen.best.step_s <= only_one.best.step_s * (1 + TIE)
     dense = search(*on("1x8xh100-80gb", "llama/llama-3.1-8b-pretrain", expert="auto"))
     assert {one.layout.ep for one in dense.fitting} == {1}
 

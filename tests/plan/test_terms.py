@@ -12,7 +12,7 @@ from toolkit.layout import Layout
 from toolkit.models.families import model_spec
 from toolkit.plan.cost.efficiency import TABLE
 from toolkit.plan.cost.workload import Workload
-from toolkit.plan.estimate import Setup, derivations, estimate, memory_parts
+from toolkit.plan.estimate import derivations, estimate, memory_parts
 from toolkit.plan.hardware.cluster import parse_cluster
 from toolkit.text.units import GIB
 
@@ -43,7 +43,7 @@ def evaluated(one: dict[str, Any]) -> float:
 )
 def test_each_part_has_a_formula(layout: Layout) -> None:
     train = Workload(model_spec(CONFIG), 2048, "bf16", "megatron", model="megatron")
-    found = estimate(Setup(train, layout, parse_cluster("2x8xh100-80gb")))
+    found = estimate(train, layout, parse_cluster("2x8xh100-80gb"))
     derived = derivations(found)
     shown = {part: evaluated(one) for part, one in derived["memory"].items()}
     memory = {part: size * GIB for part, size in memory_parts(found.memory).items() if size}

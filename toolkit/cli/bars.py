@@ -9,8 +9,7 @@ from itertools import zip_longest
 from rich.text import Text
 
 from toolkit.cli.console import Console
-from toolkit.plan.estimate import Estimate, memory_parts
-from toolkit.plan.search import Room
+from toolkit.plan.estimate import Estimate, Room, memory_parts
 from toolkit.system.handlers import handling
 from toolkit.text.units import GIB, seconds, size
 
@@ -39,23 +38,22 @@ def bars(
 
 def memory_lines(found: Estimate) -> Iterator[Text]:
     """Memory by part, and whether it fits."""
-    needed, total = found.needed, found.memory.total / GIB
-    capacity = needed.capacity_gib
-    stage = f", pipeline stage {found.memory.stage}" if found.setup.layout.pp > 1 else ""
+    needed, total, capacity = found.memory_gib, found.memory.total / GIB, found.capacity_gib
+    stage = f", pipeline stage {found.memory.stage}" if found.layout.pp > 1 else ""
     if capacity is None:
         yield Text.assemble(("  memory per process", "dim"), f"  {size(total)}{stage}")
     else:
-        free = 1 - needed.memory_gib / capacity
+        free = 1 - needed / capacity
         verdict = f"{free:.0%} free" if found.fits else found.room
-        used = f"  {needed.memory_gib:.1f} of {capacity:.4g} GiB, "
+        used = f"  {needed:.1f} of {capacity:.4g} GiB, "
         yield Text.assemble(
             ("  memory", "dim"), used, (verdict, COLOURS[found.room]), (stage, "dim")
         )
     parts = _large(memory_parts(found.memory), total)
     yield from bars(parts, capacity or total, "GiB", _NAMES, _SHORT)
-    if needed.memory_gib > total * 1.001:
-        yield Text(f"  {needed.memory_gib:.1f} GiB while the model is built")
-    for place, taken in (("host", needed.host_gib), ("NVMe", needed.nvme_gib)):
+    if needed > total * 1.001:
+        yield Text(f"  {needed:.1f} GiB while the model is built")
+    for place, taken in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
         if taken:
             yield Text(f"  {place} of each node: {taken:,.0f} GiB")
 

@@ -17,20 +17,13 @@ from toolkit.cli.output import output
 from toolkit.errors import EXIT_USER_ERROR, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.alternatives import over, what_if
-from toolkit.plan.cost.workload import Setup, workload_of
 from toolkit.plan.dimensions import batch_text, layout_text, recompute_text
-from toolkit.plan.estimate import (
-    Estimate,
-    derivations,
-    estimate,
-    machine_output,
-)
+from toolkit.plan.estimate import Estimate, derivations, machine_output
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.ledger import Kind, LedgerEntry
 from toolkit.plan.planned import Planned, plan_recipe
 from toolkit.plan.reasons import why
-from toolkit.plan.search import Candidate, Search
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 from toolkit.text.units import human, seconds
@@ -111,18 +104,13 @@ def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> P
         raise PlanError(f"{path}: {error.message}", fix=error.fix) from error
 
 
-def layout_estimate(found: Search, one: Candidate) -> Estimate:
-    job = found.job
-    return estimate(Setup(workload_of(job, one.pair), one.layout, found.cluster))
-
-
 # For programs
 
 
 def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]:
     """What `--json` prints for one recipe on one cluster."""
     found, plan, run = planned.search, planned.plan, planned.run
-    plans = [_entry(found, one) for one in found.shortlist(top)]
+    plans = [_entry(one) for one in found.shortlist(top)]
     plans[0] |= {
         "parameters": plan.parameters,
         "trainable_parameters": plan.trainable_parameters,
@@ -142,26 +130,24 @@ def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]
             {
                 "changes": one.changes,
                 "memory_gib": one.best.memory_gib,
-                "step_time_s": one.best.step_s,
-                "room": one.room,
+                "step_time_s": one.best.step_s if one.best.fits else None,
+                "room": one.best.room,
             }
             for one in what_if(found)
         ]
-        data["derivations"] = derivations(layout_estimate(found, found.best))
+        data["derivations"] = derivations(found.best)
     return data
 
 
-def _entry(found: Search, one: Candidate) -> dict[str, Any]:
-    by_part = layout_estimate(found, one)
+def _entry(one: Estimate) -> dict[str, Any]:
     return {
         "engine": one.pair.engine,
         "model": one.pair.model,
         "layout": one.layout.to_dict(),
-        **machine_output(by_part),
-        "hfu": by_part.time.utilization(recomputed=True),
+        **machine_output(one),
+        "hfu": one.time.utilization(recomputed=True),
         "peak_gib": one.memory_gib,
-        "fits": by_part.fits,
-        "room": by_part.room,
+        "room": one.room,
     }
 
 
@@ -174,10 +160,9 @@ def _lines(planned: Planned, top: int, explain: bool) -> Iterator[str | Text]:
     if not found.fits:
         yield from _shortfall(planned)
         return
-    by_part = layout_estimate(found, found.best)
-    yield from _facts(planned, by_part)
+    yield from _facts(planned)
     yield ""
-    yield from side_by_side(memory_lines(by_part), time_lines(by_part))
+    yield from side_by_side(memory_lines(found.best), time_lines(found.best))
     yield ""
     shown = found.shortlist(top)
     table = plan_tables.strategies(found, shown)
@@ -185,7 +170,7 @@ def _lines(planned: Planned, top: int, explain: bool) -> Iterator[str | Text]:
     yield ""
     entries = ledger_of(planned.recipe, plan)
     if explain:
-        yield from _explained(planned, by_part, entries)
+        yield from _explained(planned, entries)
         return
     for reason in plan.reasons:
         if "WARNING" in reason:
@@ -199,10 +184,10 @@ def _labelled(label: str, value: str) -> Text:
     return Text.assemble((f"  {label}  ", "dim"), value)
 
 
-def _facts(planned: Planned, by_part: Estimate) -> Iterator[Text]:
+def _facts(planned: Planned) -> Iterator[Text]:
     """The model and where it trains; how, how fast, and how long."""
     recipe, plan, layout = planned.recipe, planned.plan, planned.plan.layout
-    time, cluster = by_part.time, planned.cluster
+    time, cluster = planned.search.best.time, planned.cluster
     limited = cluster.gpu.memory_gib is not None
     trained = plan.parameters - plan.frozen_parameters
     of_them = f", {human(trained)} of them trained" if plan.frozen_parameters else ""
@@ -244,7 +229,7 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
     yield Text("  a cluster file (--cluster FILE) states another size", "dim")
     yield Text("")
     if found.nearest.memory_gib > (found.nearest.capacity_gib or math.inf):
-        yield from memory_lines(layout_estimate(found, found.nearest))
+        yield from memory_lines(found.nearest)
         yield Text("")
     if not planned.plan.remedies:
         yield Text("  no single change, and no larger cluster, makes it fit")
@@ -257,9 +242,7 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
         yield Text(f"    {one.layout}", "dim")
 
 
-def _explained(
-    planned: Planned, by_part: Estimate, entries: Sequence[LedgerEntry]
-) -> Iterator[Text]:
+def _explained(planned: Planned, entries: Sequence[LedgerEntry]) -> Iterator[Text]:
     """Every reason, what other values would cost, the formulas, and the ledger."""
     found = planned.search
     yield Text("  why", "dim")
@@ -267,7 +250,7 @@ def _explained(
         yield Text(f"  - {reason}", "yellow" if "WARNING" in reason else "")
     yield Text("  what if: the best plan with one setting changed", "dim")
     yield from plan_tables.alternatives(found)
-    yield from plan_tables.formulas(derivations(by_part))
+    yield from plan_tables.formulas(derivations(found.best))
     yield Text("  compared with one process in fp32", "dim")
     for entry in entries:
         kind = (f"  {entry.kind:<12} ", _COLOURS[entry.kind])

@@ -11,33 +11,33 @@ from toolkit.cli.output import Table
 from toolkit.layout import Layout
 from toolkit.plan.alternatives import Alternative, what_if
 from toolkit.plan.dimensions import DEGREES, degrees, degrees_text
+from toolkit.plan.estimate import Estimate
 from toolkit.plan.planned import Planned
-from toolkit.plan.search import Candidate, Search, room
+from toolkit.plan.search import Search
 from toolkit.text.units import GIB, MIB_PER_GIB, seconds, size
 
 MIB = GIB // MIB_PER_GIB
 Value = TypeVar("Value")
 
 
-def strategies(found: Search, shown: Sequence[Candidate]) -> Table[Candidate]:
+def strategies(found: Search, shown: Sequence[Estimate]) -> Table[Estimate]:
     """A row per layout, 80 columns wide at most."""
     used = {field for one in shown for field in degrees(one.layout)}
     columned = [one.field for one in DEGREES if one.field in {"tp", "pp", *used}]
-    best_s = found.best.step_s or 0.0
-    columns: dict[str, Callable[[Candidate], str]] = {
+    columns: dict[str, Callable[[Estimate], str]] = {
         "engine/model": lambda one: "/".join(one.pair),
         **{name: partial(_degree, name) for name in ("dp", *columned)},
         "zero": lambda one: f"{one.layout.zero_stage}{_offloaded(one.layout)}",
         "recompute": lambda one: str(one.layout.recompute),
         "micro": lambda one: str(one.layout.micro_batch),
-        "GiB": lambda one: f"{_gib(one.memory_gib)}{_tight(found, one)}",
-        "step": lambda one: seconds(one.step_s or 0.0),
-        "slower": lambda one: "" if one is found.best else _slower(one, best_s),
+        "GiB": lambda one: f"{_gib(one.memory_gib)}{_tight(one)}",
+        "step": lambda one: seconds(one.step_s),
+        "slower": lambda one: "" if one is found.best else _slower(one, found.best),
     }
     return Table(columns, gap=" ")
 
 
-def _degree(name: str, candidate: Candidate) -> str:
+def _degree(name: str, candidate: Estimate) -> str:
     return str(getattr(candidate.layout, name))
 
 
@@ -45,24 +45,21 @@ def _gib(memory_gib: float) -> str:
     return f"{memory_gib:.1f}" if memory_gib >= 1 else f"{memory_gib:.2g}"
 
 
-def _slower(one: Candidate, than_s: float) -> str:
-    share = round((one.step_s or 0.0) / than_s - 1, 3)
+def _slower(one: Estimate, than: Estimate) -> str:
+    share = round(one.step_s / than.step_s - 1, 3)
     return f"{share:+.1%}" if share else "same"
 
 
 def alternatives(found: Search) -> Iterator[Text]:
     """The header, and a line per change of one setting, with the planner's answer."""
-    timed = found.fits
     table = Table[Alternative](
         {
             "if the recipe stated": lambda one: one.options.removeprefix("--set "),
-            "the plan": lambda one: one.room,
+            "the plan": lambda one: one.best.room,
             "GiB": lambda one: _gib(one.best.memory_gib),
-            "step": lambda one: "-" if one.best.step_s is None else seconds(one.best.step_s),
+            "step": lambda one: seconds(one.best.step_s) if one.best.fits else "-",
             "slower": lambda one: (
-                _slower(one.best, found.best.step_s or 1.0)
-                if timed and one.best.step_s is not None
-                else "-"
+                _slower(one.best, found.best) if found.fits and one.best.fits else "-"
             ),
         },
         left=2,
@@ -70,9 +67,9 @@ def alternatives(found: Search) -> Iterator[Text]:
     return table.lines([*what_if(found)], indent="  ")
 
 
-def _tight(found: Search, one: Candidate) -> str:
+def _tight(one: Estimate) -> str:
     """Marks a layout whose memory leaves no margin."""
-    return " tight" if room(one, found.cluster) == "tight" else ""
+    return " tight" if one.room == "tight" else ""
 
 
 def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
@@ -150,7 +147,7 @@ def _or_dash(value: Value | None, text: Callable[[Value], str]) -> str:
 def _needed(one: Planned) -> str:
     need = _or_dash(one.plan.memory_gib, _gib)
     found = one.search
-    return need + (_tight(found, found.best) if found.fits else " too much")
+    return need + (_tight(found.best) if found.fits else " too much")
 
 
 def _offloaded(layout: Layout) -> str:

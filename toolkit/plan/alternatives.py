@@ -14,12 +14,13 @@ from toolkit.errors import PlanError
 from toolkit.layout import Layout
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.dimensions import DIMENSIONS, Dimension, layout_text
+from toolkit.plan.estimate import Estimate
 from toolkit.plan.hardware.cluster import Cluster, usual_gpus_per_node
 from toolkit.plan.plan import Remedy
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.search import Candidate, Room, Search, resources, search
+from toolkit.plan.search import Search, search
 from toolkit.recipe.schema import AdapterSection, OptimizerSection
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
@@ -48,8 +49,7 @@ class Alternative(NamedTuple):
     """What the planner chooses for the recipe with changes."""
 
     changes: Changes
-    best: Candidate
-    room: Room
+    best: Estimate
 
     @property
     def options(self) -> str:
@@ -121,14 +121,12 @@ def _alternative(
         cluster = replace(cluster, **sizes)
     found = answer(changed.stating(stated), cluster)
     if found is not None and (found.fits or not fitting):
-        yield Alternative(changes, found.best, found.room(found.best))
+        yield Alternative(changes, found.best)
 
 
 def over(found: Search) -> str:
     """How far the nearest layout is from fitting."""
-    short = next(
-        one for one in resources(found.nearest, found.cluster) if one.needed > one.capacity
-    )
+    short = next(one for one in found.nearest.resources() if one.needed > one.capacity)
     return (
         f"the smallest layout needs {short.needed:,.1f} of {short.capacity:,g} GiB "
         f"{short.where}, {short.needed - short.capacity:,.1f} GiB too much"
@@ -183,7 +181,6 @@ def _first(
     for gives_up, changes in tries:
         for before in opened:
             for one in _alternative(job, cluster, {**before, **changes}, fitting=True):
-                assert one.best.step_s is not None, "what fits is timed"
                 text = layout_text(*one.best.pair, one.best.layout)
                 sizes = one.best.memory_gib, one.best.host_gib, one.best.step_s
                 return Remedy(gives_up, one.options, *sizes, text)

@@ -12,7 +12,6 @@ from toolkit.models.hub import model_config
 from toolkit.plan.alternatives import remedies
 from toolkit.plan.cost.memory import building_gib, model_states_gib
 from toolkit.plan.cost.time import step_time
-from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.dimensions import settings
 from toolkit.plan.hardware.cluster import Cluster, usual_cluster
 from toolkit.plan.plan import BatchCost, Plan
@@ -84,8 +83,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
     """
     job, best = found.job, found.best
     training = job.training
-    workload = workload_of(job, best.pair)
-    time = step_time(workload, best.layout, found.cluster)
+    workload, time = best.setup.workload, best.time
     built = building_gib(workload, best.layout)
     kernel, _ = attention.choice(with_context(job, best))
     return Plan(
@@ -108,13 +106,13 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         attention_kernel=kernel,
         loss_scale=first_loss_scale(training.precision),
         remedies=tuple(remedies(found)) if explained and not found.fits else (),
-        batches=tuple(_batch_costs(found, workload)),
+        batches=tuple(_batch_costs(found)),
     )
 
 
-def _batch_costs(found: Search, workload: Workload) -> Iterator[BatchCost]:
+def _batch_costs(found: Search) -> Iterator[BatchCost]:
     """See `Plan.batches`."""
-    training, layout = found.job.training, found.best.layout
+    training, (workload, layout, *_) = found.job.training, found.best.setup
     if training.batch_ramp is None:
         return
     ramp = training.batch_ramp

@@ -5,10 +5,11 @@ from collections.abc import Iterator
 from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.plan.alternatives import over
 from toolkit.plan.dimensions import DIMENSION, DIMENSIONS, division_text, layout_text
+from toolkit.plan.estimate import MARGIN, Estimate
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, kernels, legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.plan.search import MARGIN, WORTH, Candidate, Search
+from toolkit.plan.search import WORTH, Search
 from toolkit.text.units import byte_size
 
 _ALWAYS = ("zero_stage", "micro_batch", "recompute")
@@ -54,7 +55,7 @@ def reasons(found: Search, built_gib: float) -> Iterator[str]:
     yield from _warnings(found)
 
 
-def with_context(job: PlanRequest, best: Candidate) -> PlanRequest:
+def with_context(job: PlanRequest, best: Estimate) -> PlanRequest:
     """The job with the context-parallel degree that was found."""
     degree = {"context": best.layout.cp}
     return job.asking(parallel=job.parallel.model_copy(update=degree))
@@ -65,9 +66,9 @@ def why(found: Search) -> str:
     best = found.best
     if not found.fits:
         return "choice: the layout nearest to fitting"
-    able = "fits with a margin of memory" if found.room(best) == "fits" else "fits"
-    fastest = next(one for one in found.ranked if found.room(one) in (found.room(best), "fits"))
-    gain = 1 - (fastest.step_s or 0.0) / (best.step_s or 1.0)
+    able = "fits with a margin of memory" if best.room == "fits" else "fits"
+    fastest = next(one for one in found.ranked if one.room in (best.room, "fits"))
+    gain = 1 - fastest.step_s / best.step_s
     if gain < LEAST_GAIN:
         return f"choice: the fastest layout that {able}"
     return (
@@ -95,13 +96,13 @@ def _warnings(found: Search) -> Iterator[str]:
         )
     if not found.fits:
         yield f"WARNING: does not fit: {over(found)}"
-    elif capacity is not None and found.room(best) == "tight":
+    elif capacity is not None and best.room == "tight":
         free = capacity / best.memory_gib - 1
         roomy = next(found.with_margin(found.ranked), None)
         other = "no layout leaves a margin"
         if roomy is not None:
             text = layout_text(*roomy.pair, roomy.layout)
-            slower = (roomy.step_s or 0.0) / (best.step_s or 1.0) - 1
+            slower = roomy.step_s / best.step_s - 1
             other = f"{text} needs {roomy.memory_gib:.1f} GiB and is {slower:.0%} slower"
         yield (
             f"WARNING: memory is tight: {best.memory_gib:.1f} of {capacity:.4g} GiB leaves "
@@ -144,7 +145,7 @@ def _note(found: Search, field: str) -> str:
     return ""
 
 
-def _kernels_not_used(job: PlanRequest, best: Candidate) -> Iterator[str]:
+def _kernels_not_used(job: PlanRequest, best: Estimate) -> Iterator[str]:
     """Why layers are not compiled or fused although the recipe leaves it open."""
     if job.cluster.gpu == "cpu":
         return
@@ -164,7 +165,7 @@ def _idle(layout: Layout) -> str:
     return f"; the pipeline idles for {bubble:.0%} of the time that it computes"
 
 
-def _overlap(job: PlanRequest, best: Candidate) -> str:
+def _overlap(job: PlanRequest, best: Estimate) -> str:
     """Whether ranks communicate while they compute, and why."""
     if job.parallel.overlap != "auto":
         return f"{job.parallel.overlap}: asked for"

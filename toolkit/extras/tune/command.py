@@ -26,8 +26,8 @@ from toolkit.extras.tune.tuned import (
 )
 from toolkit.intake.load import load_recipe
 from toolkit.plan.dimensions import layout_text
+from toolkit.plan.estimate import Estimate
 from toolkit.plan.hardware.cluster_file import find_cluster
-from toolkit.plan.search import Candidate
 from toolkit.run.assignment import check_local_files
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
@@ -238,14 +238,14 @@ def _fastest(study: LayoutStudy, best: TrialRecord | None, file: Path) -> Iterat
     yield f"wrote {file}: dmt launch {quote(str(file))}"
 
 
-def _list_layouts(candidates: Sequence[Candidate], as_json: bool) -> None:
+def _list_layouts(candidates: Sequence[Estimate], as_json: bool) -> None:
     """Print what would be measured if every prediction were right."""
     data = [
         {**one.pair._asdict(), "layout": one.layout.to_dict(), "predicted_s": one.step_s}
         for one in candidates
     ]
     rows = [
-        [str(number), layout_text(*one.pair, one.layout), seconds(one.step_s or 0.0),
+        [str(number), layout_text(*one.pair, one.layout), seconds(one.step_s),
          size(one.memory_gib)]
         for number, one in enumerate(candidates)
     ]  # fmt: skip

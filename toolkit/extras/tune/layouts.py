@@ -10,9 +10,10 @@ from toolkit.errors import PlanError
 from toolkit.extras.tune.study import FAILURES, Study, TuneRequest
 from toolkit.extras.tune.trial import Followed
 from toolkit.plan.dimensions import layout_text, settings
+from toolkit.plan.estimate import Estimate
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.planner import explore, placed_on
-from toolkit.plan.search import Candidate, Search
+from toolkit.plan.search import Search
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.text.units import seconds
@@ -42,7 +43,7 @@ _WITHOUT = {
 _NEVER = 1_000_000_000
 
 
-def settings_of(candidate: Candidate) -> dict[str, Any]:
+def settings_of(candidate: Estimate) -> dict[str, Any]:
     """The settings of a recipe that ask for this layout, by dotted name."""
     engine, model = candidate.pair
     values = settings(candidate.layout) | {"parallel.engine": engine, "parallel.model": model}
@@ -54,7 +55,7 @@ def key_of(values: Mapping[str, Any]) -> str:
     return json.dumps(values, sort_keys=True)
 
 
-def differences(first: Candidate, second: Candidate) -> int:
+def differences(first: Estimate, second: Estimate) -> int:
     """The number of decisions that differ, engine and model together counted once."""
     mine, theirs = settings(first.layout), settings(second.layout)
     differing = [key for key in mine if mine[key] != theirs[key]]
@@ -71,7 +72,7 @@ def searched(recipe: Recipe, cluster: Cluster | None) -> tuple[Recipe, Search]:
 
 def following(
     search: Search, trials: int, times: Mapping[str, float | None]
-) -> Candidate | None:
+) -> Estimate | None:
     """The next layout to measure. None when enough were measured, or all.
 
     The best of every strategy comes first, as predictions rank variants of one strategy
@@ -93,9 +94,9 @@ def following(
     return next((one for one in order if key_of(settings_of(one)) in left), None)
 
 
-def expected(search: Search, trials: int) -> list[Candidate]:
+def expected(search: Search, trials: int) -> list[Estimate]:
     """The layouts that are measured if every prediction is right, in order."""
-    order: list[Candidate] = []
+    order: list[Estimate] = []
     times: dict[str, float | None] = {}
     while candidate := following(search, trials, times):
         times[key_of(settings_of(candidate))] = candidate.step_s
@@ -128,7 +129,7 @@ class LayoutStudy(Study):
         super().__init__(request, kind="layouts")
 
     @cached_property
-    def by_key(self) -> dict[str, Candidate]:
+    def by_key(self) -> dict[str, Estimate]:
         """Every layout that fits, best predicted first."""
         return {key_of(settings_of(one)): one for one in self.search.fitting}
 
