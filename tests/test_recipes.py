@@ -59,15 +59,12 @@ WITH_VISION = {"gemma-3-4b", "gemma-3-27b", "llama-4-scout"}
 PRETRAINED = set(PARAMETERS) - {"qwen3-1.7b", "qwen3-14b"}
 TOO_LARGE = {"llama-3.1-70b", "olmo-3-32b", "qwen3-32b"}
 """Full fine-tuning of these needs more than the one machine of the other recipes."""
-PREFERRED = {
+CHATTY = {
     "llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "llama-3.1-70b", "qwen3-0.6b",
     "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b", "mistral-7b",
-}  # fmt: skip
-"""Sizes whose post-trained weights DPO continues."""
-CHATTY = PREFERRED | {
     "gemma-3-1b", "granite-3.0-2b", "smollm3-3b", "olmo-3-7b", "olmo-3-32b",
 }  # fmt: skip
-"""Sizes with recipes for conversations."""
+"""Sizes with recipes for conversations, and for preferences of their post-trained weights."""
 DATA = {
     "pretrain": {
         ("HuggingFaceFW/fineweb-edu", "sample-10BT", "train"),
@@ -113,7 +110,7 @@ def test_every_yaml_is_a_run_by_itself(dmt: Dmt) -> None:
 
 def test_there_is_a_recipe_for_every_size() -> None:
     sizes = {
-        "pretrain": PRETRAINED, "sft": CHATTY - TOO_LARGE, "lora": CHATTY, "dpo": PREFERRED,
+        "pretrain": PRETRAINED, "sft": CHATTY - TOO_LARGE, "lora": CHATTY, "dpo": CHATTY,
     }  # fmt: skip
     assert {named(path) for path in SIZED} == {
         (size, task) for task in sizes for size in sizes[task]

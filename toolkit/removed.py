@@ -42,6 +42,7 @@ SETTINGS: dict[str, str] = {
     "model.resize_embeddings": "add rows to a copy once: model = AutoModelForCausalLM."
     "from_pretrained(HUB); model.resize_token_embeddings(N); model.save_pretrained(FOLDER); "
     "and state model.hub: FOLDER",
+    "adapter.init": "remove it: A starts uniform within ±1/√(its columns), PEFT's default",
     "adapter.folder": "state as model.hub the merged model: `dmt checkpoint export RUN NEW "
     "--merged`, or PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload()."
     "save_pretrained(NEW)",
@@ -54,6 +55,10 @@ SETTINGS: dict[str, str] = {
     "parallel.outer.holder": "start `torchft_lighthouse --min_replicas 1`, and state "
     "parallel.outer.lighthouse: http://HOST:29510",
     "parallel.outer.link": "remove it: `dmt plan` prints the bytes of an exchange",
+    **{
+        f"schedule.plateau.{key}": f"remove it: it is torch's default, {value}"
+        for key, value in {"threshold": "0.0001", "cooldown": "0"}.items()
+    },
     "optimizer.layer_decay": "state the rates in `optimizer.groups`, a group for each layer",
     **{
         f"optimizer.muon.{key}": f"remove it: {always}"
@@ -72,6 +77,25 @@ SETTINGS: dict[str, str] = {
     "in parallel.zero.config",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
+    **{
+        f"launch.slurm.{key}": f"write it in launch.slurm.options, as --{option}=VALUE"
+        for key, option in {
+            "partition": "partition",
+            "account": "account",
+            "qos": "qos",
+            "time_limit": "time",
+            "cpus_per_node": "cpus-per-task",
+        }.items()
+    },
+    **{
+        key: f"set {variable} in the environment"
+        for key, variable in {
+            "launch.ray": "RAY_ADDRESS",
+            "logging.wandb.entity": "WANDB_ENTITY",
+            "logging.wandb.tags": "WANDB_TAGS",
+            "logging.mlflow.tracking_uri": "MLFLOW_TRACKING_URI",
+        }.items()
+    },
     "launch.hostfile": "`deepspeed --hostfile FILE launch/train.py RECIPE`, or `dmt launch` on "
     "each machine with launch.rendezvous (docs/launchers.md)",
     **{
@@ -123,6 +147,11 @@ DEFAULTS: dict[str, object] = {
     "data.remote_cache_gib": 50.0,
     "data.train.row_limit_mib": 128,
     "data.validation.row_limit_mib": 128,
+    "adapter.init": "kaiming",
+    "schedule.plateau.threshold": 1e-4,
+    "schedule.plateau.cooldown": 0,
+    "launch.ray": {"address": None},
+    "logging.wandb.tags": [],
     "kernels.mlp": "whole",
     "parallel.offload_activations": False,
     "launch.remote_start": "pdsh",

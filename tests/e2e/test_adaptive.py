@@ -43,7 +43,7 @@ schedule:
   name: plateau
   warmup_steps: 3
   min_learning_rate: 3.0e-3
-  plateau: {factor: 0.5, patience: 0, cooldown: 1, threshold: 2.0e-3}
+  plateau: {factor: 0.5, patience: 0}
 evaluation: {every_steps: 2, batches: 2, early_stopping: {patience: 5, threshold: 0.01}}
 parallel: {engine: ddp}
 cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}
@@ -80,9 +80,7 @@ def reference(case: Case, one_process: Path) -> Reference:
     """The samples that the run names, trained here until five validations are no better."""
     numbers = sample_numbers(one_process)
     model, optimizer = case.in_torch(lr=1e-2, eps=1e-5)
-    scheduler = ReduceLROnPlateau(
-        optimizer, mode="min", factor=0.5, patience=0, cooldown=1, min_lr=3e-3, threshold=2e-3
-    )
+    scheduler = ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=0, min_lr=3e-3)
     found, best, worse = Reference(), float("inf"), 0
     assert [len(numbers[step]) for step in numbers] == SIZES[: len(numbers)]
     for step in range(1, STEPS + 1):

@@ -43,7 +43,8 @@ def test_a_run_with_secrets_around_it(project: Project):
         "cluster.gpus_per_node": 1,
         # Not the secret itself, which is refused, but a text around it.
         "name": f"a-{password}-b",
-        "logging.wandb.tags": f"[before-{password}, {', '.join(map('a {}'.format, ENDINGS))}]",
+        "launch.kubernetes.pod": f"{{a: [before-{password}, "
+        f"{', '.join(map('a {}'.format, ENDINGS))}]}}",
     }
     argv = tool("python", ROOT / "launch" / "train.py", project.recipe, "--run-dir", run_dir)
     env = {**SECRETS, "OTHER_PASSWORD": password}

@@ -99,7 +99,7 @@ def test_no_credential_is_written(tmp_path: Path, dmt: Dmt) -> None:
     printed = dmt("init", "llama-3.1-8b", "--from", given, *MACHINE, "--out", out)
     for text in (out.read_text(), printed.out, printed.err):
         assert "hunter2secret" not in text and TOKEN not in text and "***" not in text
-    assert f"#   mlflow_tracking_uri ({given}:9): it has a cred" in out.read_text()
+    assert f"#   wandb_project ({given}:11): it has a cred" in out.read_text()
     assert LEFT_OPEN in out.read_text()
 
 

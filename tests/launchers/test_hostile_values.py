@@ -42,7 +42,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def hostile_recipe(text: str) -> Recipe:
     """Every free text of a recipe that a launcher or its files may carry."""
     recipe = load_recipe(RECIPE)
-    wandb = recipe.logging.wandb.model_copy(update={"project": text, "tags": (text,)})
+    wandb = recipe.logging.wandb.model_copy(update={"project": text})
     logging = recipe.logging.model_copy(update={"wandb": wandb})
     model = recipe.model.model_copy(update={"hub": text})
     launch = LaunchSection(slurm=SlurmSection(setup=text))
@@ -99,17 +99,7 @@ def run_script(script: str, shell: Path, job: Job) -> int:
     return 1
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "name",
-        "launch.rendezvous",
-        "launch.slurm.partition",
-        "launch.slurm.account",
-        "launch.slurm.qos",
-        "launch.slurm.time_limit",
-    ],
-)
+@pytest.mark.parametrize("key", ["name", "launch.rendezvous"])
 def test_names_are_refused_at_check(key: str) -> None:
     refused_at_check(key)
 

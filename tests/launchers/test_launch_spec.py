@@ -126,9 +126,11 @@ def warned(**settings: object) -> list[str]:
 
 def test_a_batch_script_names_what_it_leaves_to_the_clusters_defaults():
     cores, shared, memory, time = warned()
-    assert cores.startswith("cpus-per-task: ") and "launch.slurm.cpus_per_node=CORES" in cores
+    assert (
+        cores.startswith("cpus-per-task: ")
+        and "launch.slurm.options=[--cpus-per-task=CORES]" in cores
+    )
     assert shared.startswith("exclusive: ") and memory.startswith("mem: ")
     assert time.endswith("the plan predicts 25.0 hours for the whole run")
-    assert not warned(
-        cpus_per_node=64, time_limit="24:00:00", options=("--exclusive", "--mem-per-gpu=100G")
-    )
+    stated = ("--cpus-per-task=64", "--time=24:00:00", "--exclusive", "--mem-per-gpu=100G")
+    assert not warned(options=stated)

@@ -32,7 +32,7 @@ def test_machines_meet_at_the_rendezvous_and_plan_on_rank_0():
 
 def test_an_elastic_job_of_slurm_outlives_a_node():
     changing = ElasticSection(min_nodes=1, max_nodes=4)
-    asked = SlurmSection(partition="gpus", time_limit="1:00:00")
+    asked = SlurmSection(options=("--partition=gpus", "--time=1:00:00"))
     spec = SlurmStarter().spec(job(elastic=changing, max_restarts=3, slurm=asked))
     (script,) = (text for path, text in spec.files.items() if path.suffix == ".sbatch")
     assert "#SBATCH --nodes=1-4\n" in script

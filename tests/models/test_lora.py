@@ -155,8 +155,6 @@ def test_first_values_follow_from_seed_and_name() -> None:
     assert not torch.equal(LoraWeights(adapters, 8).read(down, 0, 4096), whole.view(-1))
     other = weights.read(down.replace("1", "0"), 0, 4096)
     assert not torch.equal(other, whole.view(-1))
-    gaussian = LoraWeights(lora(TINY, rank=32, init="gaussian"), 7).read(down, 0, 4096)
-    assert gaussian.std().item() == pytest.approx(1 / 32, rel=0.05)
 
 
 def test_a_fingerprint_tells_bases_apart() -> None:

@@ -229,13 +229,6 @@ MISTAKES = {
         "logging.wandb: {project: team/dmt}", "write 1 to 128 characters, without",
         "logging.wandb.project",
     ),
-    "W&B entity": M(
-        'logging.wandb: {entity: "a\\u0085b"}', "write 1 to", "logging.wandb.entity",
-    ),
-    "W&B tag": M(
-        "logging.wandb: {tags: [ok, " + "x" * 65 + "]}",
-        "write 1 to 64 characters", "logging.wandb.tags[1]",
-    ),
     "NUL character": M('data.tokenizer: "a\\0b"', "character"),
     # other tools' names
     "accumulation": M(

@@ -1,6 +1,5 @@
 """A dumped recipe loads back to an equal one, whatever it holds."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,6 @@ TRICKY = st.sampled_from([
     "'", '"', "\\", "\n", "a\n", "\x85", "\u2028", "\ufeff", "🚀", "[a]", "{stdlib}/*.py", "*a",
 ])  # fmt: skip
 ANY_TEXT = TEXTS | TRICKY
-TAGS = ANY_TEXT.filter(lambda text: re.fullmatch(r"[^\x00-\x1f\x7f-\x9f]{1,64}", text))
 FLOATS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
 
@@ -30,9 +28,6 @@ def recipes(draw: st.DrawFn) -> Recipe:
     data["data"]["train"]["exclude"] = ["{stdlib}" + text for text in draw(st.lists(ANY_TEXT))]
     data["data"]["train"]["files"] = ["/" + text for text in draw(st.lists(TEXTS, min_size=1))]
     data["data"]["tokenizer_revision"] = draw(st.none() | ANY_TEXT)
-    data["logging"]["wandb"] = draw(
-        st.none() | st.builds(lambda tags: {"tags": tags}, st.lists(TAGS, max_size=4))
-    )
     data["optimizer"]["eps"] = draw(FLOATS)
     data["optimizer"]["learning_rate"] = draw(st.floats(1e-4, 1e300))
     data["training"]["seed"] = draw(st.integers(0, 2**40))

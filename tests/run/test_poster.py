@@ -42,11 +42,12 @@ class Rank0:
         self.events = EventLog(self.run.events)
         self.metrics = MetricsLog.resume(self.run.metrics, resume, self.events)
         stated: Mapping[str, Any] = {
-            "wandb": {"project": "tests", "tags": ("a", "b")},
+            "wandb": {"project": "tests"},
             "tensorboard": True,
-            "mlflow": {"experiment": "tests", "tracking_uri": f"sqlite:///{folder}/mlflow.db"},
+            "mlflow": {"experiment": "tests"},
             "trackio": {"project": "tests"},
         }
+        os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
         section = {**stated[tracker], **settings} if settings else stated[tracker]
         logging = LoggingSection.model_validate({tracker: section})
         self.trackers = Trackers(self.run, "a run", logging, self.events)

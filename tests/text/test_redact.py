@@ -69,7 +69,7 @@ def test_ordinary_settings(key: str, value: object) -> None:
 
 
 def test_long_hex_where_no_revision_is_expected() -> None:
-    assert looks_secret("logging.wandb.entity", HEX)
+    assert looks_secret("logging.wandb.project", HEX)
 
 
 def test_signed_urls() -> None:
@@ -135,7 +135,7 @@ def test_variable_names() -> None:
 def test_a_value_however_it_is_spelt(name: str) -> None:
     value = "it's a pässword/\n-----BEGIN PRIVATE LINES-----"
     redactor = Redactor(environment_secrets({name: value}))
-    assert redactor.looks_secret("logging.wandb.tags[0]", value)
+    assert redactor.looks_secret("launch.slurm.options[0]", value)
     for spelt in (
         value,
         repr(value),

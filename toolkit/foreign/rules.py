@@ -10,7 +10,7 @@ from toolkit.foreign.carry import OFF, ForeignSetting, Found, Settings, number
 from toolkit.optimizers.base import OPTIMIZERS
 
 REPORTS = ("wandb", "tensorboard", "mlflow", "trackio")
-_PLATEAU = ("factor", "patience", "threshold", "cooldown")
+_PLATEAU = ("factor", "patience")
 
 
 def _trainer(found: Found, settings: Settings, file: JsonFile) -> None:

@@ -64,7 +64,7 @@ SLURM = Launcher(
     here=False,
     elastic=True,
     renders=True,
-    example=("launch.slurm.time_limit=24:00:00",),
+    example=("launch.slurm.options=[--time=24:00:00]",),
     programs=(Program("sbatch", _SLURM_CLIENT), Program("srun", _SLURM_CLIENT)),
 )
 

@@ -18,7 +18,7 @@ from toolkit.text.terminal import tell
 _LEFT_TO_DEFAULTS: Mapping[str, tuple[str, str]] = {
     "cpus-per-task": (
         "the cluster's default may be 1 core per node",
-        "launch.slurm.cpus_per_node=CORES",
+        "launch.slurm.options=[--cpus-per-task=CORES]",
     ),
     "exclusive": (
         "other jobs may share the nodes",
@@ -28,9 +28,11 @@ _LEFT_TO_DEFAULTS: Mapping[str, tuple[str, str]] = {
         "the cluster's default limits host memory, which loading, saving and offload need",
         "launch.slurm.options=[--exclusive,--mem=0]",
     ),
-    "time": ("the partition's default ends the job", "launch.slurm.time_limit=HH:MM:SS"),
+    "time": ("the partition's default ends the job", "launch.slurm.options=[--time=HH:MM:SS]"),
 }
 """Options of sbatch without which the cluster decides: the consequence, and the setting."""
+_OF_ANY_JOB = ("partition", "account", "qos", "time")
+"""Options that a node which joins the run needs, too."""
 _WARNING = re.compile(r"^# (WARNING: no --.*)$", re.MULTILINE)
 _UNQUOTABLE = frozenset('"\\%\n')
 """Characters with a special meaning for Slurm in a quoted path of a directive."""
@@ -76,10 +78,9 @@ def _directives(job: Job) -> Iterator[str]:
         "nodes": _nodes(job),
         # With a number of tasks, Slurm takes `min_nodes`; without, `srun` starts one a node.
         "ntasks-per-node": 1 if job.launch.elastic is None else None,
-        **_resources(job),
+        "gpus-per-node": _gpus(job),
         # Only to the script (B), which passes it on.
         "signal": f"B:USR1@{slurm.stop_before_s}",
-        "cpus-per-task": slurm.cpus_per_node,
         # Every job of an array has its own id (%j); %A_%a is undefined outside an array.
         "output": f'"{job.run_dir}/logs/slurm-%j.log"',
         "open-mode": "append",
@@ -93,7 +94,7 @@ def _directives(job: Job) -> Iterator[str]:
     for option in slurm.options:
         yield f"#SBATCH {option}"
     stated = {name for name, value in options.items() if value is not None}
-    stated |= {option[2:].partition("=")[0] for option in slurm.options}
+    stated |= {*_options(job)}
     stated |= {"mem"} & {name[:3] for name in stated}  # --mem-per-cpu, --mem-per-gpu
     for name, (consequence, setting) in _LEFT_TO_DEFAULTS.items():
         if name not in stated:
@@ -104,16 +105,14 @@ def _directives(job: Job) -> Iterator[str]:
             yield f"# WARNING: no --{name}: {consequence}. Fix: {fix}"
 
 
-def _resources(job: Job) -> dict[str, object]:
-    """What any job of the run asks for; None is left to Slurm."""
-    cluster, slurm = job.cluster, job.launch.slurm
-    return {
-        "gpus-per-node": None if cluster.gpu == "cpu" else cluster.gpus_per_node,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "time": slurm.time_limit,
-    }
+def _gpus(job: Job) -> int | None:
+    """GPUs of a node; None on CPUs."""
+    return None if job.cluster.gpu == "cpu" else job.cluster.gpus_per_node
+
+
+def _options(job: Job) -> dict[str, str]:
+    """The recipe's options of sbatch, by name without dashes."""
+    return {option[2:].partition("=")[0]: option for option in job.launch.slurm.options}
 
 
 def _nodes(job: Job) -> str:
@@ -143,7 +142,9 @@ def _script(job: Job) -> Iterator[str]:
         launcher = "--launcher local"
     yield ""
     yield "# One `dmt launch` a machine, each with a log of its own."
-    cpus = f" --cpus-per-task={slurm.cpus_per_node}" if slurm.cpus_per_node else ""
+    stated = _options(job)
+    # `srun` does not take the job's.
+    cpus = f" {stated['cpus-per-task']}" if "cpus-per-task" in stated else ""
     start = f"srun --output={log} --open-mode=append --kill-on-bad-exit=0{cpus}"
     if job.launch.elastic is not None:
         yield "# In steps of their own: one on all ends when a lost node is back without it."
@@ -158,8 +159,9 @@ def _script(job: Job) -> Iterator[str]:
         yield 'run="$! ${run-}"'
         yield "done"
         yield "printf 'another node joins by'  # Slurm adds none to a running job"
-        asked = _resources(job).items()
-        options = shlex.join(f"--{name}={value}" for name, value in asked if value is not None)
+        asked = [stated[name] for name in _OF_ANY_JOB if name in stated]
+        asked += [] if (gpus := _gpus(job)) is None else [f"--gpus-per-node={gpus}"]
+        options = shlex.join(asked)
         yield f"printf ' %q' srun --nodes=1 {options}{cpus} {command} {launcher}; echo"
     yield "again=no"
     yield "trap 'again=yes; kill -USR1 $run' USR1"

@@ -83,21 +83,6 @@ TrackerName: TypeAlias = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"),
     Wording("1 to 128 letters, digits and `._-`"),
 ]
-WandbTag: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,64}$"),
-    Wording("1 to 64 characters, none of them a control character"),
-]
-SlurmValue: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.,:@+-]*$", max_length=200),
-    Wording("letters, digits and `_.,:@+-`"),
-]
-SlurmTime: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^([0-9]+-)?[0-9]{1,3}:[0-9]{2}:[0-9]{2}$"),
-    Wording("HH:MM:SS or DAYS-HH:MM:SS"),
-]
 SlurmOption: TypeAlias = Annotated[
     str,
     Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:@+%/*\[\]&|()-]+)?$", max_length=400),
@@ -504,7 +489,8 @@ class OrpoSection(Section):
 
 
 class AdapterSection(Section):
-    """LoRA: only adapters train, equal to PEFT's in every layout (docs/fine-tuning.md)."""
+    """LoRA: only adapters train, equal to PEFT's in every layout (docs/fine-tuning.md).
+    A starts uniform within ±1/√(its columns), B at 0."""
 
     name: Literal["lora"] = "lora"
     """Kind of adapter."""
@@ -519,9 +505,6 @@ class AdapterSection(Section):
     `[attention, experts]` or `[q_proj, v_proj]`."""
     dropout: Fraction = 0.0
     """Probability with which an input of an adapter is 0 in training."""
-    init: Literal["kaiming", "gaussian"] = "kaiming"
-    """Initial values of A: uniform within ±1/√(its columns), or normal with standard deviation
-    1/rank. B starts at 0."""
 
 
 class ParameterGroup(Section):
@@ -582,10 +565,6 @@ class PlateauSection(Section):
     """New learning rate as a share of the old one."""
     patience: Count = 10
     """Validations in a row without improvement before the rate is reduced."""
-    threshold: Annotated[float, Field(ge=0, lt=1)] = 1e-4
-    """Share of the best loss by which a loss must be lower to be an improvement."""
-    cooldown: Count = 0
-    """Validations after a reduction that are not counted."""
 
 
 class ScheduleSection(Section):
@@ -796,26 +775,21 @@ class GuardSection(Section):
 
 
 class WandbSection(Section):
-    """Weights & Biases. The API key comes from the environment, never from a recipe."""
+    """Weights & Biases. The environment has the API key, the team (WANDB_ENTITY) and tags
+    (WANDB_TAGS)."""
 
     project: WandbName = "dmt"
     """Project name."""
-    entity: WandbName | None = None
-    """User or team."""
     mode: Literal["offline", "online", "disabled"] = "offline"
     """`offline` writes `wandb/` in the run directory; `wandb sync RUN/wandb` uploads it."""
-    tags: Annotated[tuple[WandbTag, ...], Field(strict=False)] = ()
-    """Tags of the run."""
 
 
 class MlflowSection(Section):
-    """MLflow. Credentials come from the environment (MLFLOW_TRACKING_USERNAME, …)."""
+    """MLflow. The environment has the server or database (MLFLOW_TRACKING_URI; by default
+    `mlflow.db` in the current folder) and credentials (MLFLOW_TRACKING_USERNAME, …)."""
 
     experiment: TrackerName = "dmt"
     """Experiment; created when it does not exist."""
-    tracking_uri: str | None = None
-    """Server or database, e.g. `http://HOST:5000` or `sqlite:////shared/mlflow.db`; null for
-    MLFLOW_TRACKING_URI, or MLflow's own default (`mlflow.db` in the current folder)."""
 
 
 class TrackioSection(Section):
@@ -853,23 +827,14 @@ class ElasticSection(Section):
 class SlurmSection(Section):
     """The batch job that `launcher: slurm` submits."""
 
-    partition: SlurmValue | None = None
-    """`sbatch --partition`."""
-    account: SlurmValue | None = None
-    """`sbatch --account`."""
-    qos: SlurmValue | None = None
-    """`sbatch --qos`."""
-    time_limit: SlurmTime | None = None
-    """`sbatch --time`: `HH:MM:SS` or `DAYS-HH:MM:SS`."""
-    cpus_per_node: Positive | None = None
-    """`sbatch --cpus-per-task`: CPU cores for all ranks of a machine together."""
     stop_before_s: Positive = 300
     """Seconds before the time limit at which the run saves and stops."""
     requeue: bool = True
     """Requeue the job if it stopped before its end, or if a machine failed."""
     options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
-    """Additional options of sbatch, e.g. `[--exclusive, --mem=0, --constraint=a100]`. The
-    script names what it leaves to the cluster's defaults: cores, memory, time, other jobs."""
+    """Options of sbatch, e.g. `[--partition=gpu, --time=24:00:00, --cpus-per-task=96,
+    --exclusive, --mem=0]`. A task is all ranks of a machine. The script names what it leaves to
+    the cluster's defaults: cores, memory, time, other jobs."""
     setup: NonEmpty | None = None
     """A shell file that the job sources first, e.g. one that loads modules."""
 
@@ -891,19 +856,13 @@ class KubernetesSection(Section):
     merged; lists are appended; the first of `containers` is merged with the one that trains."""
 
 
-class RaySection(Section):
-    """The cluster that `launcher: ray` uses."""
-
-    address: NonEmpty | None = None
-    """`auto`, or the address of a running cluster; null starts Ray on this machine."""
-
-
 class LaunchSection(Section):
     """How `dmt launch` starts the workers."""
 
     launcher: Literal["local", "slurm", "kubernetes", "ray"] = "local"
     """`local`: DMT starts one process per rank on this machine; on several machines, run it on
-    each. `slurm` and `kubernetes` hand a job to a scheduler and return."""
+    each. `slurm` and `kubernetes` hand a job to a scheduler and return. `ray` uses the cluster
+    at the environment's RAY_ADDRESS (`auto`: the one of this machine), or starts Ray here."""
     max_restarts: Count = 0
     """How many times in a row a failed run is restarted from its last checkpoint. A newer
     checkpoint resets the count, except of machines lost under Ray; a user's mistake is never
@@ -927,8 +886,6 @@ class LaunchSection(Section):
     """For `launcher: slurm`."""
     kubernetes: KubernetesSection = KubernetesSection()
     """For `launcher: kubernetes`."""
-    ray: RaySection = RaySection()
-    """For `launcher: ray`."""
 
     def most_nodes(self, nodes: int) -> int:
         """The most machines that ranks may be on, of a run that is planned for `nodes`."""

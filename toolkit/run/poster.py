@@ -317,8 +317,6 @@ def _trackio(run: RunDirectory, run_name: str, settings: Settings, run_id: str) 
 def _mlflow(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> TrackerRun:
     import mlflow
 
-    if settings["tracking_uri"]:
-        mlflow.set_tracking_uri(settings["tracking_uri"])
     tracker = _of_accelerate(
         "mlflow",
         settings["experiment"],
@@ -364,8 +362,7 @@ def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) ->
     tracker = _of_accelerate(
         "wandb",
         settings["project"],
-        **{key: settings[key] for key in ("entity", "mode")},
-        tags=[redact(tag) for tag in settings["tags"]],
+        mode=settings["mode"],
         name=run_name,
         id=run_id,
         resume="allow" if settings["mode"] == "online" else None,

@@ -26,18 +26,14 @@ def after_validation(
         optimizer,
         factor=section.factor,
         patience=section.patience,
-        threshold=section.threshold,
-        cooldown=section.cooldown,
         min_lr=schedule.min_learning_rate,
     )
     scheduler.best = math.inf if state.best is None else state.best
     scheduler.num_bad_epochs = state.num_bad_epochs
-    scheduler.cooldown_counter = state.cooldown_counter
     scheduler.step(loss)
     return replace(
         state,
         learning_rate=float(optimizer.param_groups[0]["lr"]),
         best=scheduler.best if math.isfinite(scheduler.best) else None,
         num_bad_epochs=scheduler.num_bad_epochs,
-        cooldown_counter=scheduler.cooldown_counter,
     )

@@ -71,21 +71,17 @@ def test_an_elastic_run_loses_a_node_and_takes_another_in(project: Project):
         "ray", "start", "--head", f"--port={port}", "--include-dashboard=false", *one_cpu
     )
     node = tool("ray", "start", f"--address=127.0.0.1:{port}", *one_cpu)
-    changes = {
-        **ELASTIC,
-        **SIXTY,
-        "launch.elastic": "{min_nodes: 1, max_nodes: 2}",
-        "launch.ray.address": f"127.0.0.1:{port}",
-    }
+    changes = {**ELASTIC, **SIXTY, "launch.elastic": "{min_nodes: 1, max_nodes: 2}"}
     argv = project.command(run_dir.name, changes, "--launcher", "ray")
     # Stated: if an earlier Ray has left a token in this home, only a head takes it.
     env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    there = {**env, "RAY_ADDRESS": f"127.0.0.1:{port}"}
     with ExitStack() as nodes:
         first = nodes.enter_context(started(head, project.folder, env))
         first.wait_for(lambda: listens(port), "the first node")
         second = nodes.enter_context(started(node, project.folder, env))
         second.wait_for(lambda: len(second.alive()) > 2, "the second node")
-        command = nodes.enter_context(started(argv, project.folder, env))
+        command = nodes.enter_context(started(argv, project.folder, there))
         command.wait_for(lambda: steps_logged(run_dir) >= 4, "steps")
         for process in second.alive():
             process.kill()

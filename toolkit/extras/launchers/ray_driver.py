@@ -128,7 +128,7 @@ def _connected(recipe: Recipe, device: str, fewest: int) -> bool:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = recipe.launch.ray.address
+    address = os.environ.get("RAY_ADDRESS")
     try:
         ray.init(
             address=address or "local",
@@ -137,8 +137,8 @@ def _connected(recipe: Recipe, device: str, fewest: int) -> bool:
             logging_level=logging.ERROR,
         )
     except ConnectionError as error:
-        tell(f"error: no Ray at launch.ray.address {address}: {_first_line(error)}")
-        tell("  fix: `ray start --head` there, or launch.ray.address: null")
+        tell(f"error: no Ray at RAY_ADDRESS={address}: {_first_line(error)}")
+        tell("  fix: `ray start --head` there, or unset it")
         return False
     each = recipe.cluster.gpus_per_node
     there = [

@@ -36,7 +36,6 @@ def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":
         lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,
         lora_dropout=section.dropout,
         use_rslora=section.rslora,
-        init_lora_weights="gaussian" if section.init == "gaussian" else True,
         target_modules=list(lora.short_targets),
         target_parameters=list(lora.parameter_targets) or None,
         fan_in_fan_out=lora.transposed,

@@ -20,8 +20,8 @@ from toolkit.recipe.schema import Recipe
 class LoraWeights:
     """Initial values by seed and name, with the distribution that PEFT draws them from.
 
-    A is uniform within ±1/√in (torch's default for a linear layer) or, with `init: gaussian`,
-    normal with the standard deviation 1/rank. B is 0: training begins with the base model.
+    A is uniform within ±1/√in (torch's default for a linear layer), B is 0: training begins
+    with the base model.
     """
 
     def __init__(self, lora: Lora, seed: int) -> None:
@@ -48,13 +48,8 @@ class LoraWeights:
             return torch.zeros(shape)
         digest = blake2b(f"{self.seed}\0{name}".encode(), digest_size=16).digest()
         random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
-        if self.lora.section.init == "gaussian":
-            values = random.standard_normal(prod(shape), dtype=np.float32)
-            scale = 1 / self.lora.section.rank
-        else:
-            values = 2 * random.random(prod(shape), dtype=np.float32) - 1
-            scale = 1 / sqrt(shape[1])
-        return torch.from_numpy(values * np.float32(scale)).view(shape)
+        values = 2 * random.random(prod(shape), dtype=np.float32) - 1
+        return torch.from_numpy(values * np.float32(1 / sqrt(shape[1]))).view(shape)
 
 
 class AdaptedWeights:
