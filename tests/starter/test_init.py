@@ -26,11 +26,12 @@ from toolkit.models.hub import download_file
 from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.planner import plan_recipe
+from toolkit.recipe.dump import dump
 from toolkit.recipe.places import shipped_recipes
 from toolkit.recipe.schema import ParallelSection, Recipe
 from toolkit.starter.data import count_samples
 from toolkit.starter.draft import Task, draft, shipped_sizes
-from toolkit.starter.text import _lines
+from toolkit.starter.text import stated
 from toolkit.text.units import GIB, seconds
 
 SIZES = {
@@ -112,7 +113,7 @@ def test_every_shipped_shape_has_every_task(size: str, task: Task, tmp_path: Pat
     cluster = find_cluster("8x8xh100-80gb")
     drafted = draft(size, cluster, task)
     file = tmp_path / "recipe.yaml"
-    file.write_text("\n".join(_lines(drafted, cluster, "8x8xh100-80gb", None)))
+    file.write_text(dump(stated(drafted), flow=False))
     recipe = load_recipe(file)  # no rule is broken
     shipped = _shipped(size)
     assert recipe.name == f"{size}-{task}" and recipe.data.tokenizer == shipped.data.tokenizer
@@ -207,7 +208,7 @@ def test_comments_are_the_plans_numbers(tmp_path: Path, dmt: Dmt) -> None:
     step_s = found.time.total_s
     days = 1_788_140 * step_s / 86400
     assert "# 8,030,261,248 parameters" in text
-    assert "tokens: 15e12 " in text and "# 1,788,140 steps" in text
+    assert "tokens: 15000000000000 " in text and "# 15T; 1,788,140 steps" in text
     assert "# samples; 8.39M tokens a step" in text
     memory = f"{found.memory.total / GIB:.1f} of 79.1 GiB per GPU"
     assert f"# Planned: {memory}; {seconds(step_s)} a step, " in text

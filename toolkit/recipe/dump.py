@@ -2,6 +2,7 @@
 
 import io
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -16,6 +17,10 @@ _YAML_1_1_WORDS = frozenset(("y", "n", "yes", "no", "on", "off"))
 _STR = "tag:yaml.org,2002:str"
 _FLOAT = "tag:yaml.org,2002:float"
 _NO_FOLDING = 2**16
+COLUMN = 34
+"""Where comments begin, unless the setting is longer."""
+_LINE = 125
+"""Longest map or list of maps on one line."""
 
 
 class _Representer(SafeRepresenter):
@@ -69,3 +74,39 @@ def _is_plain(text: str) -> bool:
         return isinstance(resolve_plain(text), str)
     except NumberError:
         return False
+
+
+def commented(values: Mapping[str, Any], comments: Mapping[str, str]) -> Iterator[str]:
+    """Settings in nested maps as lines of YAML, with comments by dotted name. A map stands on
+    one line where it fits and has no comment inside; other sections are paragraphs."""
+    before = 1
+    for name, value in values.items():
+        lines = [*_lines({name: value}, comments, "")]
+        yield from [""] * (max(before, len(lines)) > 1)
+        yield from lines
+        before = len(lines)
+
+
+def _lines(
+    values: Mapping[str, Any], comments: Mapping[str, str], prefix: str
+) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for name, value in values.items():
+        key, line = f"{prefix}{name}", f"{indent}{name}: {in_yaml(value)}"
+        comment, inside = (
+            comments.get(key, ""),
+            any(one.startswith(f"{key}.") for one in comments),
+        )
+        items = value if isinstance(value, list | tuple) else ()
+        if isinstance(value, Mapping) and value and (inside or len(line) > _LINE):
+            yield _with_comment(f"{indent}{name}:", comment)
+            yield from _lines(value, comments, f"{key}.")
+        elif len(line) > _LINE and any(isinstance(one, Mapping) for one in items):
+            yield _with_comment(f"{indent}{name}:", comment)
+            yield from (f"{indent}  - {in_yaml(one)}" for one in items)
+        else:
+            yield _with_comment(line, comment)
+
+
+def _with_comment(line: str, comment: str) -> str:
+    return f"{line:<{COLUMN - 1}} # {comment}" if comment else line

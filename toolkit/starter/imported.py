@@ -2,7 +2,7 @@
 
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.dump import in_yaml
+from toolkit.recipe.dump import commented, in_yaml
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.starter.data import source_of
 from toolkit.starter.draft import Task, as_recipe, draft, draft_of_config, legal_name
@@ -26,8 +26,6 @@ from toolkit.text.dotted import nested
 from toolkit.text.redact import MASK, looks_secret, redact
 from toolkit.text.terminal import printable
 
-COLUMN = 40
-"""Where comments begin, unless the setting is longer."""
 DRAFTED = "not in the files: dmt init's usual value"
 _KINDS = {"pretrain": "hf", "sft": "chat", "lora": "chat", "dpo": "preference"}
 _TASKS: dict[str, Task] = {"sft": "sft", "dpo": "dpo", "orpo": "dpo", "pretrain": "pretrain"}
@@ -81,7 +79,7 @@ def import_files(
     body = "\n".join([
         f"# {recipe.name}, written by `dmt init --from` of {', '.join(map(str, paths))}.",
         "# Settings with a FILE:LINE are those of the files; check the others.",
-        *_lines(_nested(found), "", origins),
+        *commented(_nested(found), origins),
     ])  # fmt: skip
     problem = redact(_problem(body))
     left = (*left_lines([_masked(one) for one in found.left]),)
@@ -297,24 +295,3 @@ def _nested(found: Found) -> dict[str, Any]:
     rank = {name: index for index, name in enumerate(Recipe.model_fields)}
     order = sorted(found.values, key=lambda key: rank.get(key.partition(".")[0], 0))
     return nested({key: found.values[key].value for key in order})
-
-
-def _lines(values: Mapping[str, Any], prefix: str, origins: Mapping[str, str]) -> Iterator[str]:
-    """Each setting on a line, with its origin."""
-    indent = "  " * prefix.count(".")
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        origin = origins.get(key, "")
-        is_section = isinstance(value, Mapping) and value
-        if is_section and (key not in origins or key == "model.config"):
-            yield _line(f"{indent}{name}:", origin)
-            yield from _lines(value, f"{key}.", {} if key == "model.config" else origins)
-        elif isinstance(value, list) and any(isinstance(one, Mapping) for one in value):
-            yield _line(f"{indent}{name}:", origin)
-            yield from (f"{indent}  - {in_yaml(one)}" for one in value)
-        else:
-            yield _line(f"{indent}{name}: {in_yaml(value)}", origin)
-
-
-def _line(setting: str, comment: str) -> str:
-    return f"{setting:<{COLUMN}} # {comment}" if comment else setting
