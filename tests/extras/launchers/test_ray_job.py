@@ -18,7 +18,7 @@ from toolkit.extras.launchers import ray_driver, ray_job
 from toolkit.extras.launchers.ray_job import agent_log
 from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
-from toolkit.recipe.schema import ClusterSection, LaunchSection, RaySection
+from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.run.directory import RunDirectory
 
 _DRIVER = """
@@ -131,7 +131,8 @@ def test_an_agent_needs_all_its_gpus_on_one_machine(
     monkeypatch.setattr(
         "ray.nodes", lambda: [{**alive, "Resources": {"GPU": n}} for n in (8, 4)]
     )
-    launch = LaunchSection(ray=RaySection(address="auto"))
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    launch = LaunchSection()
     recipe: Any = SimpleNamespace(cluster=ClusterSection(gpus_per_node=6), launch=launch)
     assert ray_driver._connected(recipe, "GPU", 2)
     lacking = "waiting: 2 machine(s) must have 6 GPU(s) each, Ray has 8 at node, 4 at node\n"
