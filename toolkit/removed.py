@@ -173,6 +173,7 @@ DEFAULTS: dict[str, object] = {
 
 COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
+    "checkpoint import --samples": "leave it out; no one knows which samples were seen",
     "data verify": "delete the folder `tokens` in data.cache, and start the run",
     "data tokenizer": "train it with `tokenizers`, as docs/data.md shows",
     "estimate": "use `dmt plan`, which prints memory and time by part",

@@ -242,15 +242,6 @@ def import_(
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     run_dir: RunDir = None,
     cluster: ClusterOption = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            metavar="N",
-            help="Continue after N sequences of the recipe's data; default: as the checkpoint "
-            "states, else its steps × training.global_batch_size.",
-        ),
-    ] = None,
     to: Annotated[
         Path | None,
         typer.Option(
@@ -269,7 +260,7 @@ def import_(
     Example: `dmt checkpoint import RECIPE output/global_step500_universal`
     """
     run = option("checkpoint import")
-    run(recipe, source, overrides, run_dir, cluster, samples, to, as_json)
+    run(recipe, source, overrides, run_dir, cluster, to, as_json)
 
 
 def _find(path: Path) -> CheckpointFolder:

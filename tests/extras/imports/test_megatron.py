@@ -1,6 +1,5 @@
 """Weights to Megatron-LM's format and back, by megatron-core's own checkpointing."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ from tests.models.in_megatron import check, run_cases, save_random_model
 from toolkit.errors import CheckpointError, DataError
 from toolkit.extras.imports.megatron import (
     HEAD,
-    TRACKER,
+    RELEASE,
     _check_fit,
-    iteration_folder,
     write_megatron,
 )
 
@@ -53,7 +51,7 @@ def test_there_and_back_is_bit_identical(case: str, tmp_path: Path, dmt: Dmt) ->
     recipe, hf = project(tmp_path, case)
     megatron, back = tmp_path / "megatron", tmp_path / "back"
     dmt("checkpoint", "export", hf, megatron, "--to", "megatron")
-    dmt("checkpoint", "import", recipe, megatron, "--to", back)
+    dmt("checkpoint", "import", recipe, megatron / RELEASE, "--to", back)
     check_equal(back, hf)
 
 
@@ -77,9 +75,8 @@ def test_any_layout_loads_it_and_what_it_saves_comes_back(tmp_path: Path, dmt: D
         })  # fmt: skip
     check(run_cases(cases, world=4), cases)
     for case in layouts:
-        saved, back = tmp_path / case / "saved", tmp_path / case / "back"
-        (saved / TRACKER).write_text("7\n")
-        dmt("checkpoint", "import", tmp_path / case / "recipe.yaml", saved, "--to", back)
+        one, back = tmp_path / case / "saved/iter_0000007", tmp_path / case / "back"
+        dmt("checkpoint", "import", tmp_path / case / "recipe.yaml", one, "--to", back)
         ours = tensors_of(back)  # in fp32, as the ranks compute
         for name, tensor in tensors_of(tmp_path / case / "hf").items():
             assert torch.equal(ours[name].bfloat16(), tensor), name
@@ -90,7 +87,7 @@ def test_a_run_starts_with_them_and_another_model_is_refused(tmp_path: Path, dmt
     recipe, hf = project(tmp_path, "llama")
     megatron, back, run = tmp_path / "megatron", tmp_path / "back", tmp_path / "run"
     dmt("checkpoint", "export", hf, megatron, "--to", "megatron")
-    words = ("checkpoint", "import", recipe, megatron)
+    words = ("checkpoint", "import", recipe, megatron / RELEASE)
     assert "add --to FOLDER" in dmt(*words, code=2).err
     printed = dmt(*words, "--to", back, "--set", "model.config.num_hidden_layers=3", code=2)
     assert "megatron-core cannot read it" in printed.err
@@ -137,14 +134,3 @@ def test_dtypes_that_differ(tmp_path: Path) -> None:
     save_file(tensors | {name: tensors[name].half()}, hf / "model.safetensors", {})
     with pytest.raises(DataError, match="of BF16, F16; a Megatron checkpoint has one type"):
         write_megatron(hf, tmp_path / "megatron")
-
-
-def test_the_tracker_names_an_iteration(tmp_path: Path) -> None:
-    for text, message in (
-        ("5" + " " * 1000, "more than 100 bytes"),
-        ("../x", "neither a step nor release"),
-        ("100", re.escape("iter_0000100 has no .metadata: it is no torch_dist")),
-    ):
-        (tmp_path / TRACKER).write_text(text)
-        with pytest.raises(CheckpointError, match=message):
-            iteration_folder(tmp_path)

@@ -77,54 +77,26 @@ def test_states_that_adamw_does_not_keep(model: RecipeModel, tmp_path: Path) -> 
 
 
 def test_differences_are_named(model: RecipeModel, tmp_path: Path) -> None:
-    """The rate of an optimizer that a script passed in is that of its group; under a schedule
-    of DeepSpeed's own, no highest rate is stated."""
-    state = deepspeed.read(universal(tmp_path), model)
-    assert state.settings["optimizer.learning_rate"] == [1e-3]
-    notes = list(differences(state.settings, model.recipe))
-    assert "optimizer.betas was [0.9, 0.999], the recipe's [0.9, 0.95] applies" in notes
-    assert any("weight_decay was 0.1, the recipe's 0.1 applies, and norms" in n for n in notes)
-    unknown = "training.global_batch_size, training.sequence_length, schedule.name"
-    assert notes[-1] == f"not stated by the checkpoint, so not compared: {unknown}"
-    config = {"scheduler": {"type": "WarmupLR"}, "bf16": {"enabled": True}}
-    settings = deepspeed.read(universal(tmp_path, {"ds_config": config}), model).settings
-    assert settings["training.precision"] == ["bf16"]
-    notes = list(differences(settings, model.recipe))
-    assert any("schedule.name was WarmupLR of DeepSpeed" in note for note in notes)
-    assert "optimizer.learning_rate" in notes[-1]
-    config["optimizer"] = {"type": "AdamW", "params": {"lr": 9.0}}
-    settings = deepspeed.read(universal(tmp_path, {"ds_config": config}), model).settings
-    assert settings["optimizer.learning_rate"] == [9.0]
+    notes = [*differences(deepspeed.read(universal(tmp_path), model).groups, model.recipe)]
+    assert notes == [
+        "optimizer.betas was [0.9, 0.999], the recipe's [0.9, 0.95] applies",
+        "optimizer.weight_decay was 0.1, the recipe's 0.1 applies, "
+        "and norms and biases have none",
+    ]
 
 
 def test_a_raw_folder_names_the_script_that_makes_it_universal(
     tmp_path: Path, dmt: Dmt
 ) -> None:
-    tag = tmp_path / "saved" / "global_step2"
-    tag.mkdir(parents=True)
-    (tag / STATES).touch()
-    (tmp_path / "saved" / "latest").write_text("global_step2")
+    source = tmp_path / "global_step2"
+    source.mkdir()
+    (source / STATES).touch()
     recipe, run = write_recipe(tmp_path), tmp_path / "run"
     (tmp_path / "a.txt").write_text("text " * 200)
-    printed = dmt(
-        "checkpoint", "import", recipe, tmp_path / "saved", "--run-dir", run, code=2
-    ).err
+    printed = dmt("checkpoint", "import", recipe, source, "--run-dir", run, code=2).err
     command = "python -m deepspeed.checkpoint.ds_to_universal --input_folder"
     assert command in printed and "--inject_missing_state" in printed
     assert not run.exists()
-
-
-def test_no_tag_leads_out_of_the_folder(tmp_path: Path) -> None:
-    (tmp_path / STATES).touch()
-    folder = tmp_path / "inner"
-    folder.mkdir()
-    (folder / "latest").write_text("..")
-    with pytest.raises(CheckpointError, match="names a folder outside: '\\.\\.'"):
-        deepspeed.matches(folder)
-    (folder / "link").symlink_to(tmp_path)
-    (folder / "latest").write_text("link")
-    with pytest.raises(CheckpointError, match="names a folder outside: 'link'"):
-        deepspeed.matches(folder)
 
 
 def test_a_failed_import_leaves_no_run(tmp_path: Path, dmt: Dmt) -> None:
@@ -132,10 +104,8 @@ def test_a_failed_import_leaves_no_run(tmp_path: Path, dmt: Dmt) -> None:
     (tmp_path / "a.txt").write_text("text " * 200)
     source = universal(tmp_path / "saved")
     words = ("checkpoint", "import", recipe, source, "--run-dir", run)
-    printed = dmt(*words, "--samples", 10**18, code=2)
-    assert "--samples 1000000000000000000: no run" in printed.err
     nan = source / "zero" / "model.layers.0.mlp.up_proj.weight" / "exp_avg.pt"
     torch.save({"param": torch.load(nan)["param"] * float("nan")}, nan)
     printed = dmt(*words, code=2)
     assert "exp_avg" in printed.err and "layers.0" in printed.err
-    assert not run.exists()
+    assert not [path for path in run.rglob("*") if path.is_file()]

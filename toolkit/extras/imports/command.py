@@ -6,9 +6,7 @@ Of Megatron-LM's checkpoints the weights alone are read, and become a Hugging Fa
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest
@@ -21,7 +19,6 @@ from toolkit.data.build import recipe_data
 from toolkit.errors import CheckpointError, DataError, DmtError
 from toolkit.extras.imports import dcp, deepspeed, megatron
 from toolkit.extras.imports.state import (
-    SAMPLES,
     ForeignState,
     RecipeModel,
     differences,
@@ -35,10 +32,9 @@ from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.run.assignment import Assignment, check_local_files, decide, write
-from toolkit.run.claim import claimed
-from toolkit.run.directory import RunDirectory
+from toolkit.run.claim import refuse_if_claimed
+from toolkit.run.directory import RunDirectory, refuse_other_run
 from toolkit.run.environment import environment_report
-from toolkit.run.events import EventLog
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
 from toolkit.train.companions import companion_files, take_ends
@@ -53,7 +49,6 @@ def import_checkpoint(
     overrides: Sequence[str],
     run_dir: Path | None,
     cluster: str | None,
-    samples: int | None,
     to: Path | None,
     as_json: bool,
 ) -> None:
@@ -65,21 +60,21 @@ def import_checkpoint(
         return
     form = _format_of(source)
     assignment = decide(recipe, run_dir, where)
-    _check_target(assignment)
+    run = RunDirectory(assignment.run_dir)
+    _check_target(run, assignment.recipe)
     check_local_files(recipe, path, overrides)
     model = recipe_model(assignment.recipe)
     state = _read(form, source, model)
     shards = shards_of(state, model)
-    consumed, known = _cursor(state, recipe, samples)
-    notes = [*_notes(state, recipe, consumed, known)]
+    consumed = state.consumed_samples
+    if consumed is None:
+        consumed = recipe.training.batches.samples(state.step)
+    notes = [*_notes(state, recipe, consumed)]
     nbytes = sum(entry.nbytes for entry in entries_of(shards))
-    is_new = not assignment.run_dir.exists()
-    run = write(assignment, ["dmt", *sys.argv[1:]])
-    with claimed(run), _removed_on_failure(run, is_new):
-        with byte_progress("import", nbytes) as tick:
-            manifest = _write(state, shards, model, assignment, consumed, tick)
-        message = f"continues from {form.TITLE} {source}, step {state.step}"
-        EventLog(run.events).write("import", step=state.step, message=message)
+    with byte_progress("import", nbytes) as tick:
+        manifest = _write(state, shards, model, assignment, consumed, tick)
+    # It names the commit of the data, which a launch would look up anew.
+    write(assignment, ["dmt", *sys.argv[1:]])
     folder = run.checkpoints / folder_name(state.step)
     data = {
         "folder": str(folder), "from": str(source), "format": form.TITLE, "step": state.step,
@@ -119,7 +114,8 @@ def _format_of(source: Path) -> Any:
             return form
     known = "; ".join(f"{form.TITLE}: {form.FILES}" for form in (*FORMATS, megatron))
     raise CheckpointError(
-        f"{source} is not a checkpoint of a supported tool", fix=f"supported are {known}"
+        f"{source} is not a checkpoint of a supported tool",
+        fix=f"name the folder of one save; supported are {known}",
     )
 
 
@@ -138,9 +134,11 @@ def _read(form: Any, source: Path, model: RecipeModel) -> ForeignState:
         ) from error
 
 
-def _check_target(assignment: Assignment) -> None:
-    store = CheckpointStore(RunDirectory(assignment.run_dir).checkpoints, keep=1)
-    if assignment.recipe.checkpoint.resume == "never":
+def _check_target(run: RunDirectory, recipe: Recipe) -> None:
+    refuse_if_claimed(run)
+    refuse_other_run(run, recipe)
+    store = CheckpointStore(run.checkpoints, keep=1)
+    if recipe.checkpoint.resume == "never":
         raise CheckpointError(
             "checkpoint.resume is never: the run would not continue from what is imported",
             fix="set checkpoint.resume: auto",
@@ -151,32 +149,6 @@ def _check_target(assignment: Assignment) -> None:
         )
 
 
-@contextmanager
-def _removed_on_failure(run: RunDirectory, is_new: bool) -> Iterator[None]:
-    """Remove a run directory that this command has made if nothing is imported into it: a
-    launch would otherwise train from the recipe's own start."""
-    try:
-        yield
-    except BaseException:
-        if is_new:
-            rmtree(run.path, ignore_errors=True)
-        raise
-
-
-def _cursor(state: ForeignState, recipe: Recipe, samples: int | None) -> tuple[int, str]:
-    """Consumed samples where the run continues, and how they are known."""
-    if samples is not None:
-        if samples >= SAMPLES:
-            raise CheckpointError(
-                f"--samples {samples}: no run has consumed so many", fix="count sequences"
-            )
-        return samples, "by --samples"
-    if state.consumed_samples is not None:
-        return state.consumed_samples, "as the checkpoint states"
-    samples = recipe.training.batches.samples(state.step)
-    return samples, f"those of {state.step} steps of the recipe, as none are stated"
-
-
 def _write(
     state: ForeignState,
     shards: Sequence[StateShard],
@@ -185,7 +157,7 @@ def _write(
     samples: int,
     tick: Callable[[int], None],
 ) -> Manifest:
-    """Write the state into the run directory of the assignment, which exists and is claimed.
+    """Write the state as the first checkpoint of the run.
 
     Tensors are copied one after the other. The checkpoint appears when it is complete; `tick`
     gets the bytes written. Raises CheckpointError or DataError.
@@ -199,7 +171,7 @@ def _write(
         step=state.step,
         consumed_samples=samples,
         optimizer_steps=state.optimizer_steps,
-        loss_scale=state.loss_scale,
+        loss_scale=None,
         recent_losses=(),
         data_fingerprint=data.fingerprint_at(samples),
         engine=plan.engine,
@@ -225,10 +197,12 @@ def _write(
     return manifest
 
 
-def _notes(state: ForeignState, recipe: Recipe, consumed: int, known: str) -> Iterator[str]:
+def _notes(state: ForeignState, recipe: Recipe, consumed: int) -> Iterator[str]:
+    if state.consumed_samples is None:
+        yield "it does not state its samples: they are those of as many steps of the recipe"
     yield (
-        f"data: continues after sample {consumed:,} of the recipe's data, {known}; which of "
-        "them the other tool has seen is not in its checkpoint"
+        f"data: continues after sample {consumed:,} of the recipe's data; which of them the "
+        "other tool has seen is not in its checkpoint"
     )
     total = recipe.total_steps()
     if total is not None and state.step >= total:
@@ -236,7 +210,7 @@ def _notes(state: ForeignState, recipe: Recipe, consumed: int, known: str) -> It
     planned = total and total * recipe.training.global_batch_size
     if planned is not None and consumed > planned:
         yield f"{consumed:,} samples are more than the {planned:,} of the recipe's whole run"
-    yield from differences(state.settings, recipe)
+    yield from differences(state.groups, recipe)
     yield from state.notes
 
 

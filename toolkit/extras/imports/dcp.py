@@ -14,11 +14,11 @@ import torch
 
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.state import (
+    FLAGS,
     ForeignState,
     RecipeModel,
     Shapes,
     StoredTensor,
-    adamw_settings,
     count,
     updates,
 )
@@ -30,10 +30,7 @@ ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
 """The folders of a model and its optimizer under FSDP, also those of transformers' Trainer."""
 TITLE = "torch.distributed.checkpoint"
 FILES = f"{METADATA} and *.distcp, or the folders {' and '.join(ACCELERATE)}"
-_OPTIONS = {
-    "lr", "initial_lr", "betas", "eps", "weight_decay", "amsgrad", "maximize",
-    "decoupled_weight_decay", "bias_correction",
-}  # fmt: skip
+_OPTIONS = {"betas", "eps", "weight_decay", *FLAGS}
 Stored = Mapping[str, Reader]
 """Every stored tensor's reader, by its key."""
 
@@ -53,7 +50,7 @@ def read(folder: Path, model: RecipeModel) -> ForeignState:
     names = model.parameters
     weights = _prefix_of_weights(folder, stored, next(iter(names)))
     states = _prefix_of_states(folder, stored, names)
-    settings = adamw_settings(_groups(readers, states))
+    groups = _groups(readers, states)
     steps = [key for name in names if (key := f"{states}{name}.{STEP}") in stored]
     step = updates({count(stored[key].read(key), key) for key in steps})
     notes = ["its step is the number of its optimizer's updates: skipped steps are not stored"]
@@ -64,7 +61,7 @@ def read(folder: Path, model: RecipeModel) -> ForeignState:
             f"its weights are in {', '.join(sorted(map(str, rounded)))}, without fp32 ones"
         )
     parameters = _parameters(stored, names, weights, states)
-    return ForeignState(step, step, parameters, settings, notes=tuple(notes))
+    return ForeignState(step, step, parameters, groups, notes=tuple(notes))
 
 
 def _prefix_of_weights(where: Path, stored: Stored, name: str) -> str:

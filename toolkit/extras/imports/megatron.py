@@ -33,13 +33,12 @@ from toolkit.models.safetensors import TensorToWrite, write_model
 from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import ModelSection
 from toolkit.system.interpreter import python
-from toolkit.system.untrusted import read_bytes, regular_inside
 from toolkit.text.terminal import tell
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 TRACKER = "latest_checkpointed_iteration.txt"
 TITLE = "Megatron-LM torch_dist"
-FILES = f"{TRACKER} above the iterations, or {METADATA} and {FORMAT_FILE}"
+FILES = f"{METADATA} and {FORMAT_FILE}, of one iteration"
 RELEASE = "release"
 """Megatron-LM's name for weights without a training step."""
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
@@ -54,9 +53,8 @@ _LARGEST_MULTIPLE = 128 * 64
 
 
 def matches(folder: Path) -> bool:
-    """Whether the folder, or an iteration below it, is of megatron-core."""
-    inside = all((folder / name).is_file() for name in (METADATA, FORMAT_FILE))
-    return inside or (folder / TRACKER).is_file()
+    """Whether the folder is one iteration of megatron-core's."""
+    return all((folder / name).is_file() for name in (METADATA, FORMAT_FILE))
 
 
 def read_megatron(folder: Path, config: PretrainedConfig, dst: Path) -> list[str]:
@@ -67,7 +65,6 @@ def read_megatron(folder: Path, config: PretrainedConfig, dst: Path) -> list[str
             f"model.config.model_type: {config.model_type} has no map from "
             f"Megatron's tensors; known are {', '.join(sorted(FAMILIES))}"
         )
-    folder = iteration_folder(folder)
     nbytes = sum(file.stat().st_size for file in folder.glob("*.distcp"))
     check_destination(folder, dst, nbytes)
     stored = Reader(folder).tensors
@@ -78,26 +75,6 @@ def read_megatron(folder: Path, config: PretrainedConfig, dst: Path) -> list[str
     with appearing(dst) as hidden:
         hf.save_companions(config, DTYPES[precision], hidden)
         return _in_a_process("read", folder, hidden, precision)
-
-
-def iteration_folder(folder: Path) -> Path:
-    """The folder with the data of a checkpoint. Raises CheckpointError."""
-    if (folder / TRACKER).is_file():
-        try:
-            text = read_bytes(regular_inside(folder, TRACKER), 100).decode().strip()
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{folder / TRACKER} cannot be read: {error}") from error
-        if text != RELEASE and not re.fullmatch("[0-9]{1,15}", text):
-            raise CheckpointError(
-                f"{folder / TRACKER} says {text[:40]!r}, neither a step nor {RELEASE}"
-            )
-        folder /= RELEASE if text == RELEASE else f"iter_{int(text):07d}"
-    if not (folder / METADATA).is_file():
-        raise CheckpointError(
-            f"{folder} has no {METADATA}: it is no torch_dist checkpoint",
-            fix="save it with Megatron-LM's --ckpt-format torch_dist",
-        )
-    return folder
 
 
 def write_megatron(source: Path, dst: Path) -> None:

@@ -19,23 +19,13 @@ from toolkit.models.frozen import matching
 from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import Recipe
 from toolkit.run.changes import shown
-from toolkit.text.dotted import get
 
 Shapes = Mapping[str, tuple[int, ...]]
 SAMPLES = 10**15
 """More than any run can have consumed."""
-COMPARED = (
-    "training.global_batch_size",
-    "training.sequence_length",
-    "training.precision",
-    "optimizer.learning_rate",
-    "optimizer.weight_decay",
-    "optimizer.betas",
-    "optimizer.eps",
-    "optimizer.clip_grad_norm",
-    "schedule.name",
-)
-"""Settings of the recipe. A format states some of them; a note names the others."""
+FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay", "bias_correction")
+"""Settings of a group by which other optimizers differ from AdamW."""
+_COMPARED = ("betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -69,12 +59,10 @@ class ForeignState:
     """Updates that AdamW has made, which its bias correction counts."""
     parameters: Mapping[str, Mapping[str, StoredTensor]]
     """By name and quantity: the weight, and the moments unless it is frozen."""
-    settings: Mapping[str, Sequence[object]]
-    """By keys of `COMPARED`, the values in the run that saved it: one for each group."""
+    groups: Sequence[Mapping[str, Any]]
+    """The groups of its optimizer, with their settings under torch's names."""
     consumed_samples: int | None = None
     """Sequences consumed; None where the checkpoint does not state them."""
-    loss_scale: dict[str, Any] | None = None
-    """`{"scale": float, "detail": {…}}`, as `Manifest.loss_scale`."""
     notes: tuple[str, ...] = ()
     """What is not carried over."""
 
@@ -114,7 +102,8 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
 
 def shards_of(state: ForeignState, model: RecipeModel) -> list[ParameterShard]:
     """What is written. Raises CheckpointError unless the state has every parameter of the
-    recipe's model, with the optimizer's states of what trains."""
+    recipe's model, with AdamW's states of what trains."""
+    check_adamw(state.groups)
     if problems := list(_problems(state, model)):
         more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
         raise CheckpointError(
@@ -169,13 +158,8 @@ def updates(counts: set[int]) -> int:
     return counts.pop()
 
 
-def adamw_settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[object]]:
-    """The settings of the groups of torch's AdamW, by keys of `COMPARED`.
-
-    A schedule changes `lr`; `initial_lr`, which torch's schedules keep, is the highest rate.
-    Raises CheckpointError for another optimizer.
-    """
-    found: dict[str, list[object]] = {}
+def check_adamw(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Raise CheckpointError for groups of another optimizer than AdamW."""
     for group in groups:
         # RAdam keeps the same states and has all flags of AdamW but this one.
         if "decoupled_weight_decay" in group and "amsgrad" not in group:
@@ -187,13 +171,6 @@ def adamw_settings(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[object
             raise other_optimizer("is used without bias correction")
         if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
             raise other_optimizer("is Adam, whose weight decay is an L2 term of the gradient")
-        stated = {"learning_rate": group.get("initial_lr", group.get("lr"))}
-        stated |= {key: group.get(key) for key in ("weight_decay", "betas", "eps")}
-        for key, value in stated.items():
-            if value is not None:
-                values = found.setdefault(f"optimizer.{key}", [])
-                values.append([*value] if key == "betas" else float(value))
-    return found
 
 
 def other_optimizer(what: str) -> CheckpointError:
@@ -204,14 +181,19 @@ def other_optimizer(what: str) -> CheckpointError:
     )
 
 
-def differences(settings: Mapping[str, Sequence[object]], recipe: Recipe) -> Iterator[str]:
-    """The settings of `COMPARED` that differ, and those that the checkpoint does not state."""
-    ours = recipe.model_dump(mode="json")
-    for key in (key for key in COMPARED if key in settings):
-        decay = key == "optimizer.weight_decay"
-        mine, theirs = shown(get(ours, key)), {*map(shown, settings[key])}
-        if theirs != {mine, *([shown(0.0)] if decay else [])}:
-            norms = ", and norms and biases have none" if decay else ""
-            yield f"{key} was {', '.join(sorted(theirs))}, the recipe's {mine} applies{norms}"
-    if unknown := [key for key in COMPARED if key not in settings]:
-        yield f"not stated by the checkpoint, so not compared: {', '.join(unknown)}"
+def differences(groups: Sequence[Mapping[str, Any]], recipe: Recipe) -> Iterator[str]:
+    """The optimizer's settings that differ from the recipe's."""
+    ours = recipe.optimizer.model_dump(mode="json")
+    for key in _COMPARED:
+        theirs = {shown(_plain(group[key])) for group in groups if key in group}
+        mine, decays = shown(ours[key]), key == "weight_decay"
+        if theirs and theirs != {mine, *([shown(0.0)] if decays else [])}:
+            norms = ", and norms and biases have none" if decays else ""
+            was = ", ".join(sorted(theirs))
+            yield f"optimizer.{key} was {was}, the recipe's {mine} applies{norms}"
+    if not groups:
+        yield "the checkpoint does not state the settings of its optimizer"
+
+
+def _plain(value: Any) -> object:
+    return [*value] if isinstance(value, tuple | list) else float(value)
