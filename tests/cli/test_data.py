@@ -7,7 +7,6 @@ import pytest
 from typer.testing import CliRunner
 
 from toolkit.cli.data import app
-from toolkit.errors import DataError
 
 RECIPE = """
 name: small
@@ -50,14 +49,6 @@ def test_prepare(recipe: Path) -> None:
     assert said["vocab_size"] == 257
     text = dmt_data("prepare", recipe)
     assert "train: 6 documents, 696 tokens, 86 samples of 8" in text
-
-
-def test_prepare_follows_overrides(recipe: Path) -> None:
-    said = json.loads(
-        dmt_data("prepare", recipe, "--json", "--set", "data.validation_fraction=0")
-    )
-    assert said["validation"] is None
-    assert said["train"]["documents"] == 8
 
 
 CHAT = """
@@ -112,11 +103,6 @@ def test_show_text(recipe: Path) -> None:
         {"text": "t", "trained": False},
         {"text": "he ", "trained": True},
     ]
-
-
-def test_mistakes_come_before_any_work(recipe: Path) -> None:
-    with pytest.raises(DataError, match="vocabulary has 256"):
-        dmt_data("prepare", recipe, "--set", "model.config.vocab_size=256")
 
 
 def test_a_blend(recipe: Path) -> None:

@@ -205,33 +205,6 @@ def test_batches_write_the_files_of_one_document_after_the_other(
             )
 
 
-def test_memory_does_not_grow_with_the_corpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of what has been read, all but a few batches has been written."""
-    batch, text = 10_000, "a" * 1000
-    monkeypatch.setattr(tokenized, "_BATCH_CHARACTERS", batch)
-    read, written, most_held = 0, 0, 0
-    append = IndexedWriter.append
-
-    def texts() -> Iterator[tuple[str]]:
-        nonlocal read, most_held
-        for _ in range(500):
-            read += len(text)
-            most_held = max(most_held, read - written)
-            yield (text,)
-
-    def counted(self: IndexedWriter, tokens: Any) -> None:
-        nonlocal written
-        written += len(tokens)
-        append(self, tokens)
-
-    monkeypatch.setattr(IndexedWriter, "append", counted)
-    tokenized.write_tokens(tmp_path / "data", texts(), byte_tokenizer(), parse_special=True)
-    assert written == 500 * (len(text) + 1)
-    assert most_held <= 4 * batch
-
-
 def test_a_large_file_is_never_whole_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -270,12 +243,6 @@ def test_blocks_of_a_file_are_the_same_pieces(
     assert [piece.text for piece in pieces] == [*expected, whole[start:]]
     assert [piece.first for piece in pieces] == [True, *[False] * (len(pieces) - 1)]
     assert [piece.last for piece in pieces] == [*[False] * (len(pieces) - 1), True]
-
-
-def test_no_text_at_all(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").touch()
-    with pytest.raises(DataError, match="every document is empty"):
-        prepare_text(tmp_path, tmp_path / "cache")
 
 
 def test_damaged_entry_is_made_again(

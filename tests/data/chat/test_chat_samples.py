@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.data.building import built
 from tests.data.chat.families import CHATML, TEMPLATES, conversations, make_tokenizer
@@ -84,19 +82,6 @@ def test_one_conversation_a_row(tmp_path: Path) -> None:
     assert (row.input_ids[1:n] == np.append(samples.documents(0)[0].ids[1:], [])).all()
 
 
-@pytest.mark.parametrize(
-    ("loss_on", "trained"),
-    [
-        ("last_assistant", ["c<|im_end|>\n$"]),
-        ("all", [said("a", "b", "") + said("a", "c")]),
-    ],
-)
-def test_loss_on(tmp_path: Path, loss_on: str, trained: list[str]) -> None:
-    write(tmp_path / "rows.jsonl", [chat("a", "b", "c")])
-    samples = samples_of(build(tmp_path, {"loss_on": loss_on}))
-    assert texts(samples, trained=True) == trained
-
-
 def test_completion_needs_a_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "rows.jsonl", [chat("a", "b")])
     with pytest.raises(DataError, match="separates prompt and completion"):
@@ -107,40 +92,6 @@ def test_completion_needs_a_prompt(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert not caplog.records
     build(tmp_path)
     assert "`data.chat_template` is not used for 1 rows: prompt and completion" in caplog.text
-
-
-@settings(
-    deadline=None,
-    max_examples=10,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-@given(lengths=st.lists(st.integers(1, 120), min_size=1, max_size=40))
-def test_packed_rows_hold_the_same_labels(tmp_path: Path, lengths: list[int]) -> None:
-    rows = [chat("Hi", "x" * length) for length in lengths]
-    write(tmp_path / "rows.jsonl", rows)
-    apart = samples_of(build(tmp_path, length=200))
-    packed = samples_of(build(tmp_path, length=200, packing="greedy"))
-    assert sorted(texts(packed)) == sorted(texts(apart))
-    assert len(packed) <= len(apart)
-    rows_alone = {
-        tuple(apart.documents(index)[0].ids.tolist()): apart.rows(index)[0]
-        for index in range(len(apart))
-    }
-    for index in range(len(packed)):
-        (row,) = packed.rows(index)
-        assert row.segments is not None and row.positions is not None
-        assert row.segments.dtype == np.int32 and row.positions.dtype == np.int64
-        starts = np.flatnonzero(np.diff(row.segments, prepend=-1))
-        assert row.segments[starts].tolist() == list(range(len(starts)))
-        assert np.array_equal(row.positions, np.arange(200) - starts[row.segments])
-        # The row of each conversation alone, laid end to end.
-        chats = [one.ids.tolist() for one in packed.documents(index)]
-        for start, chat_ids in zip(starts, chats, strict=False):
-            alone, n = rows_alone[tuple(chat_ids)], len(chat_ids)
-            assert np.array_equal(row.input_ids[start : start + n], alone.input_ids[:n])
-            assert np.array_equal(row.labels[start : start + n], alone.labels[:n])
-        assert len(starts) - len(chats) in (0, 1)
-        assert (row.labels[row.segments >= len(chats)] == IGNORE_INDEX).all()
 
 
 def test_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -324,17 +275,12 @@ def test_processes_make_the_same_samples_in_the_same_order(
         build(tmp_path)
 
 
-def test_thinking_is_split_per_turn_and_never_masked_wrongly(tmp_path: Path) -> None:
+def test_thinking_that_other_turns_rewrite_is_an_error(tmp_path: Path) -> None:
     turns = chat("Hi", "one", "two")["messages"]
     write(tmp_path / "rows.jsonl", [{"messages": turns}])
     template = str(TEMPLATES / "qwen3.jinja")
     with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template changes message 1"):
         build(tmp_path, chat_template=template)
-    data = build(tmp_path, {"rewritten_history": "split"}, 256, chat_template=template)
-    assert texts(samples_of(data), trained=True) == [
-        f"<think>\n\n</think>\n\n{answer}<|im_end|>\n$" for answer in ("one", "two")
-    ]
-    assert report_of(data).rewritten == 1
 
 
 @pytest.mark.parametrize(
@@ -353,12 +299,12 @@ def test_a_split_trains_what_loss_on_says(
     write(tmp_path / "rows.jsonl", [{"prompt": turns[:3], "completion": [*turns[3:], after]}])
     settings = {"rewritten_history": "split", "loss_on": loss_on}
     template = str(TEMPLATES / "qwen3.jinja")
-    samples = samples_of(build(tmp_path, settings, 256, chat_template=template))
+    data = build(tmp_path, settings, 256, chat_template=template)
     answers = [
         text.removeprefix("<think>\n\n</think>\n\n").split("<")[0]
-        for text in texts(samples, trained=True)
+        for text in texts(samples_of(data), trained=True)
     ]
-    assert answers == trained
+    assert answers == trained and report_of(data).rewritten == 1
 
 
 def test_a_preference_with_rewritten_history_is_told_what_it_can_do(tmp_path: Path) -> None:
@@ -444,18 +390,11 @@ def test_a_warm_start_reads_no_rows(
         patch.setattr("toolkit.data.records.Records.__iter__", None)
         again = build(tmp_path, packing="greedy")
     assert texts(samples_of(again)) == texts(samples_of(first))
+    assert samples_of(again).rows(0)[0].segments is not None, "isolated"
     assert "1 too long and truncated" in caplog.text  # every start says so
     (report,) = (tmp_path / "dmt-cache" / "tokens").glob("*.json")
     report.unlink()  # the entry is made again
     assert report_of(build(tmp_path, packing="greedy")) == report_of(first)
-
-
-def test_an_entry_without_its_report_is_made_again(tmp_path: Path) -> None:
-    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello")])
-    build(tmp_path)
-    for report in (tmp_path / "dmt-cache" / "tokens").glob("*.json"):
-        report.unlink()
-    assert report_of(build(tmp_path)).samples == 1
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")
