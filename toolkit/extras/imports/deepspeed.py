@@ -3,6 +3,7 @@
 Its script `ds_to_universal` makes one of any ZeRO stage.
 """
 
+import re
 import shlex
 from collections.abc import Mapping
 from functools import partial
@@ -98,8 +99,8 @@ def _check_optimizer(config: Mapping[str, Any]) -> None:
     DeepSpeed's Adam is unless adam_w_mode is false."""
     stated = config.get("optimizer") or {}
     name, parameters = str(stated.get("type") or "AdamW"), stated.get("params") or {}
-    if name.lower() not in ("adam", "adamw"):
+    if (adam := re.fullmatch("adam(w?)", name, re.IGNORECASE)) is None:
         raise other_optimizer(f"was {name}")
-    decouples = name.lower() == "adamw" or parameters.get("adam_w_mode", True)
+    decouples = adam[1] or parameters.get("adam_w_mode", True)
     if parameters.get("weight_decay") and not decouples:
         raise other_optimizer(f"was {name} with adam_w_mode: false")
