@@ -43,7 +43,6 @@ def test_a_plan_says_what_it_predicts() -> None:
     tokens = 32 * 2048 / plan.step_time_s / 8
     assert plan.tokens_per_s_per_gpu == pytest.approx(tokens)
     assert plan.mfu == pytest.approx(tokens * plan.flops_per_token / 989.5e12)
-    assert llama_8b(recompute="full").hfu > llama_8b(recompute="full").mfu  # type: ignore[operator]
 
 
 def test_a_cluster_of_ones_own_is_planned_for() -> None:
@@ -143,7 +142,7 @@ def test_round_trip() -> None:
     plan = llama_8b(zero={"offload_optimizer": "cpu"})
     data = json.loads(json.dumps(plan.to_dict()))
     assert Plan.from_dict(data) == plan
-    for new in ("memory_gib", "fits", "step_time_s", "tokens_per_s_per_gpu", "mfu", "hfu"):
+    for new in ("memory_gib", "fits", "step_time_s", "tokens_per_s_per_gpu", "mfu"):
         del data[new]
     assert Plan.from_dict(data).memory_gib is None, "a plan.json of the last release"
 

@@ -163,9 +163,7 @@ def test_some_recomputed_layers_take_their_share() -> None:
     )
     share = 8 / MODERN.spec.layers
     assert some["recompute"] == pytest.approx(share * full["recompute"])
-    ways = (none, some, full)
-    repeated = [one.utilization(recomputed=True) / one.utilization() - 1 for one in ways]  # type: ignore[operator]
-    assert repeated == pytest.approx([0, share * repeated[2], repeated[2]])
+    assert none["recompute"] == 0
 
 
 def test_the_bubble_is_that_of_the_schedule() -> None:
@@ -230,8 +228,6 @@ def test_utilization_follows_from_the_step_time() -> None:
     found = step_time(MODERN, layout, parse_cluster("8xh100-80gb"))
     flops = found.tokens * LLAMA_8B.flops_per_token(8192, causal=True)
     assert found.utilization() == pytest.approx(flops / found.total_s / 8 / 989.5e12)
-    # Full recompute repeats all but the logits: nearly 4/3.
-    assert 1.28 < (found.utilization(recomputed=True) or 0) / found.utilization() < 4 / 3
 
 
 def test_a_cpu_has_a_time_but_no_utilization() -> None:

@@ -145,7 +145,6 @@ def _entry(one: Estimate) -> dict[str, Any]:
         "model": one.pair.model,
         "layout": one.layout.to_dict(),
         **machine_output(one),
-        "hfu": one.time.utilization(recomputed=True),
         "peak_gib": one.memory_gib,
         "room": one.room,
     }
@@ -199,7 +198,7 @@ def _facts(planned: Planned) -> Iterator[Text]:
     computed = replace(layout, recompute="none")
     degrees, _, *kernels = layout_text(plan.engine, plan.model, computed).split(", ")
     ways = [f"recompute {recompute_text(layout)}", f"attention {plan.attention_kernel}"]
-    utilization = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}, HFU {plan.hfu:.1%}"
+    utilization = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     nominal = "" if limited or cluster.gpu.measured else " (nominal)"
     per = "GPU" if limited else "process"
     yield _fact("layout", degrees)

@@ -27,14 +27,6 @@ class Remedy:
 
 
 @dataclass(frozen=True)
-class BatchCost:
-    """What the steps of one of the smaller batches of `training.batch_ramp` cost."""
-
-    global_batch_size: int
-    step_time_s: float
-
-
-@dataclass(frozen=True)
 class Plan:
     """How a recipe runs, and why."""
 
@@ -60,8 +52,6 @@ class Plan:
     tokens_per_s_per_gpu: float | None = None
     mfu: float | None = None
     """Predicted model FLOPs utilization, attention counted as masked; None on a CPU."""
-    hfu: float | None = None
-    """The same with what recompute repeats."""
     trainable_parameters: int | None = None
     """Parameters that train; None in plans of releases before this one, where all do."""
     attention: Attention | None = None
@@ -74,16 +64,13 @@ class Plan:
     None."""
     remedies: tuple[Remedy, ...] = ()
     """If nothing fits: the changes with which something does."""
-    batches: tuple[BatchCost, ...] = ()
-    """With `training.batch_ramp`: the step of each smaller batch, in ascending order."""
 
     def run_s(self, batches: BatchSizes, steps: int) -> float | None:
-        """Predicted seconds of the first `steps` steps; None where the plan predicts none."""
+        """Predicted seconds of the first `steps` steps, of which smaller ones count as their
+        share of the largest; None where the plan predicts none."""
         if self.step_time_s is None:
             return None
-        smaller = {one.global_batch_size: one.step_time_s for one in self.batches}
-        by_size = batches.steps_by_size(steps)
-        return sum(count * smaller.get(size, self.step_time_s) for size, count in by_size)
+        return self.step_time_s * batches.samples(steps) / self.layout.global_batch
 
     @property
     def frozen_parameters(self) -> int:
@@ -98,13 +85,13 @@ class Plan:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
         """The plan that `to_dict` wrote."""
-        fields = {key: value for key, value in data.items() if key != "lengths"}
+        known = cls.__dataclass_fields__
+        fields = {key: value for key, value in data.items() if key in known}
         return cls(
             **{
                 **fields,
                 "layout": Layout.from_dict(fields["layout"]),
                 "reasons": tuple(fields["reasons"]),
                 "remedies": tuple(Remedy(**one) for one in fields.get("remedies", ())),
-                "batches": tuple(BatchCost(**one) for one in fields.get("batches", ())),
             }
         )

@@ -4,17 +4,13 @@ The plan is made before anything runs and stored in the run directory; workers a
 restarts read it and never decide again. The decisions are the result of `toolkit.plan.search`.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
-
 from toolkit.errors import RecipeError
 from toolkit.models.hub import model_config
 from toolkit.plan.alternatives import remedies
 from toolkit.plan.cost.memory import building_gib, model_states_gib
-from toolkit.plan.cost.time import step_time
 from toolkit.plan.dimensions import settings
 from toolkit.plan.hardware.cluster import Cluster, usual_cluster
-from toolkit.plan.plan import BatchCost, Plan
+from toolkit.plan.plan import Plan
 from toolkit.plan.reasons import reasons, with_context
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, legality
@@ -101,24 +97,11 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
         step_time_s=time.total_s,
         tokens_per_s_per_gpu=time.tokens_per_s_per_gpu,
         mfu=time.utilization(),
-        hfu=time.utilization(recomputed=True),
         attention="eager" if kernel == "eager" else "sdpa",
         attention_kernel=kernel,
         loss_scale=first_loss_scale(training.precision),
         remedies=tuple(remedies(found)) if explained and not found.fits else (),
-        batches=tuple(_batch_costs(found)),
     )
-
-
-def _batch_costs(found: Search) -> Iterator[BatchCost]:
-    """See `Plan.batches`."""
-    training, (workload, layout, *_) = found.job.training, found.best.setup
-    if training.batch_ramp is None:
-        return
-    ramp = training.batch_ramp
-    for size in range(ramp.start, training.global_batch_size, ramp.increment):
-        smaller = replace(layout, gradient_accumulation=size // layout.round_samples)
-        yield BatchCost(size, step_time(workload, smaller, found.cluster).total_s)
 
 
 def first_loss_scale(precision: str) -> float | None:

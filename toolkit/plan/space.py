@@ -112,32 +112,44 @@ def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLay
 
 
 def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[ParallelSection]:
-    """The recipe's intent with every possible choice of its open settings. Sequence parallel
-    needs less memory than tensor parallel alone, so `auto` has it where it is possible."""
-    asked, ranks = job.parallel, job.cluster.world_size
-    places = dict(
-        zip(("offload_optimizer", "offload_parameters"), fallback.offload, strict=True)
-    )
-    zero = asked.zero.model_copy(update=places)
+    """The recipe's intent with every possible choice of its open settings, less communication
+    first. Sequence parallel needs less memory than tensor parallel alone, so `auto` has it
+    where it is possible."""
+    asked, support, layers = job.parallel, table()[pair], job.spec.layers
+    ranks, every = job.cluster.world_size, divisors(job.cluster.world_size)
+    places = zip(("offload_optimizer", "offload_parameters"), fallback.offload, strict=True)
+    zero = asked.zero.model_copy(update=dict(places))
     stages = _stages(asked.model_copy(update={"zero": zero}), pair, job.training.precision)
-    for degrees in _degrees(job, pair, fallback):
-        copies = ranks // (degrees["tensor"] * degrees["pipeline"])
+    widest = min(support.largest("tensor"), fallback.largest_tensor)
+    deepest = min(support.largest("pipeline"), layers)
+    for pipeline, tensor in product(
+        _open(asked.pipeline, every, deepest), _open(asked.tensor, every, widest)
+    ):
+        copies, rest = divmod(ranks, tensor * pipeline)
+        if rest:
+            continue
         # Stage 0 sends as much as stage 1, which shards the optimizer.
         useful = [one for one in stages if one or copies == 1 or 1 not in stages]
-        for expert, stage, replicate in product(
-            _experts(job, pair, ranks // degrees["pipeline"]),
+        for virtual, cp, expert, stage, replicate in product(
+            _chunks(asked, layers, pipeline, support.largest("virtual_pipeline")),
+            _contexts(job, pair, fallback, copies),
+            _experts(job, pair, ranks // pipeline),
             useful,
             _replicas(job, pair, fallback, copies),
         ):
             update = {
                 "engine": pair.engine,
                 "model": pair.model,
-                **degrees,
+                "tensor": tensor,
+                "pipeline": pipeline,
+                "virtual_pipeline": virtual,
+                "context": cp,
                 "expert": expert,
                 "replicate": replicate,
                 "zero": zero.model_copy(update={"stage": stage}),
             }
-            for sequence in _sequence(asked, degrees["tensor"]):
+            sequences = (True, False) if tensor > 1 else (False,)
+            for sequence in sequences if asked.sequence == "auto" else (asked.sequence,):
                 settled = asked.model_copy(update=update | {"sequence": sequence})
                 if _is_legal(job, pair, settled):
                     yield settled
@@ -156,30 +168,6 @@ def _stages(asked: ParallelSection, pair: Pair, precision: str) -> list[Stage]:
     if asked.zero.stage == "auto" and precision != "fp32":
         return [one for one in stages if one in table()[pair].auto_stages_16_bit]
     return stages
-
-
-def _degrees(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[dict[str, int]]:
-    """Tensor, pipeline, virtual pipeline and context, less communication first."""
-    asked, support, layers = job.parallel, table()[pair], job.spec.layers
-    ranks = job.cluster.world_size
-    widest = min(support.largest("tensor"), fallback.largest_tensor)
-    deepest = min(support.largest("pipeline"), layers)
-    every = divisors(ranks)
-    for pipeline, tensor in product(
-        _open(asked.pipeline, every, deepest), _open(asked.tensor, every, widest)
-    ):
-        if ranks % (pipeline * tensor):
-            continue
-        for virtual, cp in product(
-            _chunks(asked, layers, pipeline, support.largest("virtual_pipeline")),
-            _contexts(job, pair, fallback, ranks // (pipeline * tensor)),
-        ):
-            yield {
-                "tensor": tensor,
-                "pipeline": pipeline,
-                "virtual_pipeline": virtual,
-                "context": cp,
-            }
 
 
 def _chunks(asked: ParallelSection, layers: int, pipeline: int, most: int) -> list[int]:
@@ -220,12 +208,6 @@ def _experts(job: PlanRequest, pair: Pair, ranks: int) -> list[int]:
     """Expert-parallel degrees: parts of the experts and of a pipeline stage's ranks."""
     every = divisors(gcd(job.spec.experts, ranks)) if job.spec.moe_layers else [1]
     return _open(job.parallel.expert, every, table()[pair].largest("expert"))
-
-
-def _sequence(asked: ParallelSection, tensor: int) -> tuple[bool, ...]:
-    if asked.sequence != "auto":
-        return (asked.sequence,)
-    return (True, False) if tensor > 1 else (False,)
 
 
 def _replicas(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> list[int]:

@@ -196,4 +196,4 @@ UTILIZATION = Formulas(
     Term("utilization", "tokens * flops_per_token / (step_s * gpus * peak_flops_per_s)", PALM,
          "MFU"),
 )  # fmt: skip
-"""Utilization by one convention of FLOPs per token."""
+"""Model FLOPs utilization."""

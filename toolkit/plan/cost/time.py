@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from toolkit.layout import Layout
-from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost import terms
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.layer import of_micro_batch
-from toolkit.plan.cost.operators import SAVED_PRODUCTS, device, head_symbols, layer_symbols
+from toolkit.plan.cost.operators import device, head_symbols, layer_symbols
 from toolkit.plan.cost.stages import layers_of_stages, recomputed_of_stages
 from toolkit.plan.cost.traffic import (
     data_traffic,
@@ -61,20 +60,18 @@ class StepTime:
         """Tokens per second of one device."""
         return self.tokens_per_s / self.setup.layout.world
 
-    def utilization(self, *, recomputed: bool = False) -> float | None:
-        """MFU, or HFU with what recompute repeats; None where the device's peak is unknown."""
-        symbols = self.of_peak(recomputed=recomputed)
+    def utilization(self) -> float | None:
+        """MFU; None where the device's peak is unknown."""
+        symbols = self.of_peak()
         return None if symbols is None else terms.UTILIZATION.evaluate(symbols)["utilization"]
 
-    def of_peak(self, *, recomputed: bool = False) -> dict[str, float] | None:
+    def of_peak(self) -> dict[str, float] | None:
         """The symbols of `terms.UTILIZATION`."""
-        layout, workload = self.setup.layout, self.setup.workload
-        peak = self.setup.cluster.gpu.peak_flops(workload.precision)
+        workload, layout, cluster, _ = self.setup
+        peak = cluster.gpu.peak_flops(workload.precision)
         if peak is None:
             return None
         per_token = workload.spec.flops_per_token(workload.sequence_length, causal=True)
-        if recomputed:
-            per_token += _recomputed_flops(workload, layout)
         return {
             "tokens": self.tokens,
             "flops_per_token": per_token,
@@ -137,25 +134,3 @@ def _layer(setup: Setup) -> Mapping[str, float]:
         **layer_traffic(setup),
     }
     return terms.LAYER.evaluate(symbols)
-
-
-def _recomputed_flops(workload: Workload, layout: Layout) -> float:
-    """Forward FLOPs per token that the backward pass repeats, attention counted as masked."""
-    spec, recompute = workload.spec, layout.recompute
-    head = 2 * spec.vocab * spec.hidden
-    weights = _weight_flops(spec)
-    attention = spec.forward_flops_per_token(workload.sequence_length, causal=True) - weights
-    again, products = 0.0, weights - head
-    if recompute == "selective":
-        by_product = workload.cost.selective == "products"
-        again = (1 - SAVED_PRODUCTS) * products if by_product else attention
-    elif recompute != "none":
-        recomputed = recomputed_of_stages(recompute, spec.layers, *layout.division)
-        again = sum(recomputed) / spec.layers * (products + attention)
-    return spec.reached * again + (head if layout.loss != "whole" else 0)
-
-
-def _weight_flops(spec: ModelSpec) -> float:
-    """Forward FLOPs per token of everything but the scores: a sequence of one token has one
-    score per head and layer, and its product with the values."""
-    return spec.forward_flops_per_token(1, causal=False) - spec.score_flops
