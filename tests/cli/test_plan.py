@@ -1,13 +1,19 @@
 """`dmt plan` as a user and as a program reads it."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.dmt import Dmt
+from toolkit.cli.recipes import SPEEDS
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR
+from toolkit.intake.load import load_recipe
+from toolkit.plan.planner import plan_recipe
+from toolkit.starter.draft import is_tiny, shipped_sizes
+from toolkit.text.units import human
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LLAMA_8B = str(RECIPES / "llama/llama-3.1-8b-pretrain.yaml")
@@ -84,6 +90,24 @@ def test_explain_shows_other_values_and_formulas(dmt: Dmt) -> None:
 def test_explain_says_what_a_fixed_setting_costs(dmt: Dmt) -> None:
     out = shown(dmt, LLAMA_70B, *EIGHT_NODES, *changed("parallel.tensor=2"), "--explain")
     assert re.search(r"\n  parallel\.tensor=auto +fits +\d+\.\d +\d+ s +[+-]", out)
+
+
+def test_recipes_lists_the_gpus_and_speed_of_every_size_and_task(dmt: Dmt) -> None:
+    """The stored speeds are the planner's: DMT_UPDATE_GOLDEN=1 writes them."""
+    speeds: dict[str, float] = {}
+    for size, tasks in shipped_sizes().items():
+        for task, path in {} if is_tiny(size) else tasks.items():
+            plan = plan_recipe(load_recipe(path), explained=False)
+            assert plan.tokens_per_s_per_gpu is not None
+            total = plan.tokens_per_s_per_gpu * plan.layout.world
+            speeds[f"{size}-{task}"] = float(f"{total:.2g}")
+    if "DMT_UPDATE_GOLDEN" in os.environ:
+        SPEEDS.write_text(json.dumps(speeds, indent=1) + "\n", encoding="utf-8")
+    assert json.loads(SPEEDS.read_text(encoding="utf-8")) == speeds
+    lines = dmt("recipes").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    (row,) = (line.split() for line in lines if line.startswith("llama-3.1-8b "))
+    assert row[1:5] == ["8.03B", "256", "h100", human(speeds["llama-3.1-8b-pretrain"])]
 
 
 def test_top_is_how_many_are_shown(dmt: Dmt) -> None:

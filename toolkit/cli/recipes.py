@@ -1,6 +1,8 @@
 """`dmt recipes`: the shipped recipes, a row for each size of model, the smallest first."""
 
+import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import TextWrapper
 from typing import get_args
@@ -15,16 +17,22 @@ from toolkit.text.units import human
 
 _TASKS = get_args(Task)
 _WRAPPER = TextWrapper(80, subsequent_indent="  ", break_on_hyphens=False)
+SPEEDS = Path(__file__).with_name("recipe_speeds.json")
+"""The planner's tokens per second of each recipe, on all its GPUs; written by
+tests/cli/test_plan.py, as planning all recipes takes seconds."""
 
 
 def recipes() -> None:
-    """List the shipped recipes: sizes of models, tasks, and the GPUs that each is made for.
+    """List the shipped recipes: sizes of models and tasks, each with the GPUs that it is made
+    for and the tokens per second that the planner predicts on all of them.
 
     Example: `dmt recipes`, then `dmt plan llama-3.1-8b-lora`
     """
     sizes = {size: tasks for size, tasks in shipped_sizes().items() if not is_tiny(size)}
-    rows = sorted((_row(size, tasks) for size, tasks in sizes.items()), key=lambda row: row[0])
-    table = [["size", "parameters", *_TASKS], *(row for _, row in rows)]
+    speeds = json.loads(SPEEDS.read_text(encoding="utf-8"))
+    found = (_row(size, tasks, speeds) for size, tasks in sizes.items())
+    rows = sorted(found, key=lambda row: row[0])
+    table = [["size", "params", *_TASKS], *(row for _, row in rows)]
     listed = {f"{size}-{task}" for size, tasks in sizes.items() for task in tasks}
     others = [name for name in shipped_recipes() if name not in listed]
     lines = [
@@ -32,21 +40,23 @@ def recipes() -> None:
         "",
         *columns(table, left=len(table[0])),
         "",
+        "GPUs, and the tokens per second that the planner predicts on all of them",
         _WRAPPER.fill(f"longer rows: {', '.join(one for one in others if not is_tiny(one))}"),
         "`dmt plan SIZE-TASK`; others: `dmt init SIZE --task TASK --cluster CLUSTER`",
     ]
     tell("\n".join(lines), sys.stdout)
 
 
-def _row(size: str, tasks: dict[str, Path]) -> tuple[int, list[str]]:
+def _row(
+    size: str, tasks: Mapping[str, Path], speeds: Mapping[str, float]
+) -> tuple[int, list[str]]:
     """The parameters of a size, and its line."""
     loaded = {task: load_recipe(file) for task, file in tasks.items()}
     first = next(iter(loaded.values()))
     parameters = model_spec(first.model.config or {}).parameters.total
-    gpus = (
-        f"{loaded[task].cluster.world_size} {loaded[task].cluster.gpu}"
-        if task in tasks
-        else "-"
-        for task in _TASKS
-    )
-    return parameters, [size, human(parameters), *gpus]
+    cells = ["-"] * len(_TASKS)
+    for task, recipe in loaded.items():
+        gpu = str(recipe.cluster.gpu).partition("-")[0]
+        speed = human(speeds[f"{size}-{task}"])
+        cells[_TASKS.index(task)] = f"{recipe.cluster.world_size} {gpu} {speed}"
+    return parameters, [size, human(parameters), *cells]
