@@ -195,6 +195,7 @@ COMMANDS: dict[str, str] = {
     "FOLDER` (pip install 'transformers[serving]')",
     "compare": "use `dmt report RUN RUN`",
     "report --text": "leave it out: text is the default",
+    "tune --dry-run": "use `dmt plan RECIPE --explain`, which lists the best layouts",
     "tune --throughput": "leave it out: `dmt tune RECIPE` measures layouts",
     "tune --transfer": "search narrower models yourself, and carry the rate over",
     "tune --sweep": "write a sweep of W&B whose program is `dmt launch` (docs/tuning.md)",

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.intake.checks import broken_rules
-from toolkit.intake.layers import merge, read_layers
+from toolkit.intake.layers import read_layers
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.recipe.explain import MAX_PROBLEMS, UNKNOWN_KEY, explain
@@ -54,20 +54,6 @@ def load_recipe(
     if problems:
         raise RecipeError(_presentable(problems, layers.files))
     return recipe
-
-
-def refused_value(path: Path, overrides: Sequence[str], stated: Stated) -> Problem | None:
-    """The first mistake that the schema finds in settings of another file, on top of a recipe.
-
-    Settings that disagree are not looked for. Raises RecipeError as `read_layers`.
-    """
-    whole = merge(read_layers(path, overrides).merged, stated)
-    try:
-        Recipe.model_validate(whole.data)
-    except ValidationError as error:
-        found = [one for one in explain(error, whole) if one.file == stated.places[()].file]
-        return _presentable(found, ())[0] if found else None
-    return None
 
 
 def _secrets(stated: Stated) -> Iterator[Problem]:

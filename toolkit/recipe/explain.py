@@ -84,7 +84,7 @@ class _Explanation:
             elif kind != "missing" and path not in lists:
                 problems.append(self.wrong_value(path, kind))
         for path, kind in kinds.items():
-            if kind == "missing" and not any(_is_inside(key, dotted(path)) for key in meant):
+            if kind == "missing" and not any(is_inside(key, dotted(path)) for key in meant):
                 problems.append(self.missing(path))
         return problems
 
@@ -208,7 +208,8 @@ def setting_of(path: KeyPath) -> str:
     return ".".join(part for part in path if isinstance(part, str))
 
 
-def _is_inside(key: str, section: str) -> bool:
+def is_inside(key: str, section: str) -> bool:
+    """Whether a dotted key is a section or setting, or in it."""
     return key == section or key.startswith((f"{section}.", f"{section}["))
 
 

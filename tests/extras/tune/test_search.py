@@ -168,7 +168,6 @@ def test_a_launcher_that_does_not_wait() -> None:
         (["--seed", "5"], "--seed is an option of --search only"),
         (["--dir", str(TINY)], "llama-bytes.yaml is a file"),
         ([*NO_SPACE, "--steps", "5"], "--steps is no option of --search"),
-        ([*NO_SPACE, "--dry-run"], "--dry-run is no option of --search"),
     ],
 )
 def test_no_option_is_ignored(options: list[str], said: str, dmt: Dmt) -> None:

@@ -83,10 +83,6 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     words = ["tune", recipe, "--steps", 3]
     words += ["--set", "training.micro_batch_size=auto", "--cluster", "cluster.yaml"]
     words += ["--set", "launch.hang_timeout_s=15"]
-    expected = dmt(*words, "--dry-run", "--json").json
-    assert [one["layout"]["micro_batch"] for one in expected] == [4, 2, 1]
-    assert not (tmp_path / "runs").exists()
-
     folder = tmp_path / "runs" / "e2e-tune"
     # Cold: processes of a warm command do not end with it.
     with started(product.dmt(*map(str, words)), tmp_path, cold=True) as command:

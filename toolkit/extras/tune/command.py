@@ -1,6 +1,6 @@
 """`dmt tune`: a recipe's settings chosen by trials on this machine."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
@@ -11,9 +11,9 @@ from rich.text import Text
 
 from toolkit.cli.bars import count_progress
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
-from toolkit.cli.output import Line, Table, columns, output
+from toolkit.cli.output import Line, Table, output
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError, RunFailed
-from toolkit.extras.tune.layouts import LayoutStudy, expected, searched
+from toolkit.extras.tune.layouts import LayoutStudy, searched
 from toolkit.extras.tune.search import SearchStudy
 from toolkit.extras.tune.space import Space, load_space
 from toolkit.extras.tune.study import Study, TrialRecord, TuneRequest, make_folder
@@ -25,14 +25,11 @@ from toolkit.extras.tune.tuned import (
     write_tuned,
 )
 from toolkit.intake.load import load_recipe
-from toolkit.plan.dimensions import layout_text
-from toolkit.plan.estimate import Estimate
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.run.assignment import check_local_files
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
 from toolkit.text.terminal import survive_lost_output, tell
-from toolkit.text.units import seconds, size
 
 SpaceFile = Annotated[
     Path | None,
@@ -65,9 +62,6 @@ TuneDir = Annotated[
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="FILE", help="Default: RECIPE.tuned.yaml.")
 ]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="List the layouts; write and start nothing.")
-]
 
 _LONGEST_STEP_S = 300.0
 """A trial hangs when one step takes longer, unless launch.hang_timeout_s is less."""
@@ -92,7 +86,6 @@ def tune(
     out: Out = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
-    dry_run: DryRun = False,
 ) -> None:
     """Choose a recipe's settings by trials on this machine, and write RECIPE.tuned.yaml.
 
@@ -106,7 +99,7 @@ def tune(
     Example: `dmt tune llama-bytes --search space.yaml --trials 30`
     """
     survive_lost_output()
-    stated = {"--cluster": cluster, "--dry-run": dry_run or None, "--steps": steps}
+    stated = {"--cluster": cluster, "--steps": steps}
     if search is None:
         stated = {"--seed": seed}
     for option in (one for one, value in stated.items() if value is not None):
@@ -126,9 +119,6 @@ def tune(
         return
     where = None if cluster is None else find_cluster(cluster)
     loaded, layouts = searched(loaded, where)
-    if dry_run:
-        _list_layouts(expected(layouts, request.trials), as_json)
-        return
     check_tuned_path(file)
     make_folder(request.folder)
     with claimed(RunDirectory(request.folder)):
@@ -236,17 +226,3 @@ def _fastest(study: LayoutStudy, best: TrialRecord | None, file: Path) -> Iterat
         gain = f", {planned[0].value / best.value:.2f} × as fast as the planner's choice"
     yield f"fastest: {name}{gain}"
     yield f"wrote {file}: dmt launch {quote(str(file))}"
-
-
-def _list_layouts(candidates: Sequence[Estimate], as_json: bool) -> None:
-    """Print what would be measured if every prediction were right."""
-    data = [
-        {**one.pair._asdict(), "layout": one.layout.to_dict(), "predicted_s": one.step_s}
-        for one in candidates
-    ]
-    rows = [
-        [str(number), layout_text(*one.pair, one.layout), seconds(one.step_s),
-         size(one.memory_gib)]
-        for number, one in enumerate(candidates)
-    ]  # fmt: skip
-    output(as_json, data, columns([["#", "layout", "predicted", "memory"], *rows], left=2))

@@ -94,23 +94,13 @@ def following(
     return next((one for one in order if key_of(settings_of(one)) in left), None)
 
 
-def expected(search: Search, trials: int) -> list[Estimate]:
-    """The layouts that are measured if every prediction is right, in order."""
-    order: list[Estimate] = []
-    times: dict[str, float | None] = {}
-    while candidate := following(search, trials, times):
-        times[key_of(settings_of(candidate))] = candidate.step_s
-        order.append(candidate)
-    return order
-
-
 class LayoutStudy(Study):
     """A trial of a layout measures its seconds per step, the lower quartile: what else the
     machine does only adds to them."""
 
     measures, line = "step_time_s", "{measured} (predicted {predicted})  {layout}"
-    shared = continues = complete = False
-    fatal = tuple((one,) for one in FAILURES)  # another layout may need less memory
+    whole = False
+    fatal = FAILURES  # another layout may need less memory
     columns: ClassVar = {
         "layout": lambda one: one.details["layout"],
         "measured": lambda one: seconds(one.value) if one.value else "-",

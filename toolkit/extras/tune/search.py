@@ -24,8 +24,8 @@ class SearchStudy(Study):
     """A trial of a point measures the loss at its end."""
 
     measures, line = "loss", "loss {loss} after {steps} steps  {settings}"
-    shared = continues = complete = True
-    fatal = ((*FAILURES, "out_of_memory", "diverged"),)
+    whole = True
+    fatal = (*FAILURES, "out_of_memory", "diverged")
     columns: ClassVar = {
         "steps": lambda one: f"{one.steps:,}",
         "loss": lambda one: "-" if one.value is None else f"{one.value:.4f}",

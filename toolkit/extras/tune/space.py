@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import Problem, RecipeError
-from toolkit.intake.load import refused_value
+from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import in_yaml
+from toolkit.recipe.explain import is_inside
 from toolkit.recipe.words import settings
-from toolkit.recipe.yaml_text import WHOLE_FILE, Stated, parse
+from toolkit.recipe.yaml_text import WHOLE_FILE, Location, parse
 from toolkit.system.install import optional
 
 Space = dict[str, Any]
@@ -73,11 +74,11 @@ def load_space(path: Path, recipe: Path, overrides: Sequence[str] = ()) -> Space
         raise RecipeError([*problems, wrong])
     space: Space = {}
     for key, value in root.data.items():
+        place = root.place((key,))
         try:
             space[key] = _distribution(key, value)
-            problems += _refused(key, root, recipe, overrides)
+            problems += _refused(key, value, place, recipe, overrides)
         except ValueError as error:
-            place = root.place((key,))
             problems.append(Problem(key, in_yaml(value), _FORM, str(error), *place))
     if problems:
         raise RecipeError(problems)
@@ -121,16 +122,14 @@ def _distribution(key: str, value: Any) -> Any:
 
 
 def _refused(
-    key: str, space: Stated, recipe: Path, overrides: Sequence[str]
+    key: str, value: Any, place: Location, recipe: Path, overrides: Sequence[str]
 ) -> Iterator[Problem]:
-    """The first objection of the recipe's schema to the bounds or choices of a setting."""
-    place, value = space.place((key,)), space.data[key]
-    inside: Sequence[str | int] = ("low", "high")
-    if isinstance(value, list):
-        inside = range(len(value))
-    for part in inside:
-        one = space.inside((key, part)).under(tuple(key.split(".")), place.file)
-        one = replace(one, places=dict.fromkeys(one.places, place))
-        if problem := refused_value(recipe, overrides, one):
-            yield problem
-            return
+    """The first objection of the recipe to the bounds or choices of a setting."""
+    for one in value if isinstance(value, list) else (value["low"], value["high"]):
+        try:
+            load_recipe(recipe, [*overrides, f"{key}={in_yaml(one)}"])
+        except RecipeError as error:
+            own = [one for one in error.problems if is_inside(one.key, key)]
+            if own:
+                yield replace(own[0], file=place.file, line=place.line)
+                return

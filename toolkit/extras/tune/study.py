@@ -97,18 +97,16 @@ class Study(ABC):
 
     measures: ClassVar[str]
     """Name of the value in `--json`."""
-    shared: ClassVar[bool]
-    """Whether several processes may run trials at once."""
-    continues: ClassVar[bool]
-    """Whether a killed trial continues. Otherwise it is repeated from its first step."""
-    complete: ClassVar[bool]
-    """Whether trials run to their own end. Otherwise they are ended at step `end`."""
+    whole: ClassVar[bool]
+    """Whether trials are runs to their own end: a killed one continues, and several processes
+    may run trials at once. Otherwise a trial ends at step `end`, a killed one is repeated from
+    its first step, and one process has the folder."""
     columns: ClassVar[Mapping[str, Callable[[TrialRecord], str]]]
     """What a table of trials says of each."""
     line: ClassVar[str]
     """What is printed of a trial that ended: a template of the columns."""
-    fatal: ClassVar[Sequence[Sequence[str]]]
-    """Groups of endings: many trials that end in one of a group give the tuning up."""
+    fatal: ClassVar[Sequence[str]]
+    """Endings of which many, before any trial was measured, give the tuning up."""
     end: int
     """Step at which a trial has its result."""
 
@@ -149,14 +147,16 @@ class Study(ABC):
     def values(self, followed: Followed) -> dict[int, float]:
         """What a running trial has measured, by the step."""
 
-    def refusal(self, overrides: Sequence[str]) -> str:
+    def refusal(self, overrides: Sequence[str]) -> str:  # noqa: ARG002 - of a subclass
         """Why the recipe's rules refuse a trial, empty if they do not."""
-        del overrides
         return ""
 
-    def details(self, settings: Mapping[str, Any], value: float | None) -> dict[str, Any]:
+    def details(
+        self,
+        settings: Mapping[str, Any],  # noqa: ARG002 - of a subclass
+        value: float | None,  # noqa: ARG002
+    ) -> dict[str, Any]:
         """What else is recorded of a trial."""
-        del settings, value
         return {}
 
     def run(self, on_end: Callable[[TrialRecord], None] = lambda _: None) -> bool:
@@ -239,9 +239,9 @@ class Study(ABC):
                     seen[step] = value
                     trial.report(value, step)
                     is_hopeless |= step < self.end and bool(trial.should_prune())
-            return is_hopeless or (not self.complete and max(seen, default=0) >= self.end)
+            return is_hopeless or (not self.whole and max(seen, default=0) >= self.end)
 
-        if not self.continues and folder.exists():  # of a tuning that was killed
+        if not self.whole and folder.exists():  # of a tuning that was killed
             wait_until_free(folder)
             shutil.rmtree(folder)
         request = self.request
@@ -254,7 +254,7 @@ class Study(ABC):
         reason, value = result.reason, seen.get(steps)
         if ending == "stopped" and not is_hopeless:
             ending = "done"
-        elif ending == "stopped" and not self.shared and (best := self.best()):
+        elif ending == "stopped" and not self.whole and (best := self.best()):
             reason = f"{(value or 0) / (best.value or 1):.2f} × the fastest after {steps} steps"
         if ending == "done" and value is None:
             ending, reason = "failed", f"it ended at step {result.step} with nothing measured"
@@ -280,8 +280,7 @@ class Study(ABC):
         if any(one.ending in ("done", "stopped") for one in records):
             return False
         refused = [one for one in records if one.ending == "refused"]
-        groups = ([one for one in records if one.ending in group] for group in self.fatal)
-        failures = max(groups, key=len)
+        failures = [one for one in records if one.ending in self.fatal]
         if len(failures) < _MOST_FAILURES and len(refused) < _MOST_REFUSALS:
             return False
         last = (failures or refused)[-1]
@@ -323,7 +322,7 @@ class Study(ABC):
                     f"{self.request.folder} has trials of another {name}",
                     fix="name another folder with --dir, or remove it",
                 )
-        if not self.shared:  # what runs was killed
+        if not self.whole:  # what runs was killed
             for trial in self.study.get_trials(states=self._running):
                 self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
                 _retry(self.study, trial)
