@@ -52,10 +52,10 @@ def grouping(
         (grouping(group("model.*"), group("*.mlp.*")), "which earlier groups match completely"),
         (
             grouping(group("*.0.self_attn.q_proj.*"), engine="megatron"),
-            "different multipliers for model.layers.0.self_attn.k_proj.weight and "
+            "different values for model.layers.0.self_attn.k_proj.weight and "
             "model.layers.0.self_attn.q_proj.weight",
         ),
-        (grouping(group("*.up_proj.*"), model="megatron"), "match both with one group"),
+        (grouping(group("*.up_proj.*"), model="megatron"), "match all or none of"),
         (grouping(group("*.experts.1.*"), config=MIXTRAL, engine="ddp"), ".experts.1."),
         (
             grouping(group("model.embed*"), adapter={"rank": 2, "alpha": 2}),
@@ -65,7 +65,7 @@ def grouping(
             grouping(
                 group("*.q_proj.lora_A.*"), adapter={"rank": 2, "alpha": 2}, engine="megatron"
             ),
-            "different multipliers for",
+            "different values for",
         ),
     ],
 )  # fmt: skip
@@ -86,7 +86,7 @@ def test_the_first_group_that_matches() -> None:
     groups = group("a.*", lr=2.0), group("*", lr=3.0)
     assert [multipliers(groups, {name}).lr for name in ("a.b", "b.a")] == [2.0, 3.0]
     assert multipliers(groups[:1], {"b.a"}) == (1.0, 1.0)
-    with pytest.raises(RecipeError, match=r"different multipliers for a\.1 and b\.1"):
+    with pytest.raises(RecipeError, match=r"different values for a\.1 and b\.1"):
         multipliers(groups, {"a.1", "b.1"})
 
 

@@ -9,9 +9,8 @@ heuristic.
 
 import json
 import re
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from inspect import getsource
 from math import prod
@@ -22,6 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from toolkit.models.families import FAMILIES
@@ -299,8 +299,8 @@ def _flops(
 
 
 def _forward_flops(model: PreTrainedModel, length: int) -> int:
-    """FLOPs of one forward pass over one sequence, each query with each key; those of rotary
-    tables are left out. Of equal layers, one runs."""
+    """FLOPs of one forward pass over one sequence, each query with each key. Of equal layers,
+    the first runs: without values, their outputs are the same."""
     # With these three, no code reads values of the input.
     model.config._attn_implementation = "eager"
     model.config._experts_implementation = "batched_mm"
@@ -308,54 +308,21 @@ def _forward_flops(model: PreTrainedModel, length: int) -> int:
         if isinstance(kind := getattr(part, "rope_type", None), str | dict):  # by layer type
             plain: Any = dict.fromkeys(kind, "default") if isinstance(kind, dict) else "default"
             part.rope_type = plain
+    equal: dict[object, list[str]] = defaultdict(list)
+    outputs: dict[object, Any] = {}
+    for name, part in model.named_modules():
+        if isinstance(part, GradientCheckpointingLayer):
+            layer = _signature(part)
+            equal[layer].append(name)
+            part.forward = partial(_once, outputs, layer, partial(type(part).forward, part))
     tokens = torch.zeros(1, length, dtype=torch.int64, device="meta")
-    counter = FlopCounterMode(display=False)
-    layers = _Layers(counter)
-    with torch.no_grad(), counter, layers.replacing(model):
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
         model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
-    return layers.counted + layers.repeated
-
-
-class _Layers:
-    """Runs the first of equal decoder layers for all of them: without values, their outputs
-    are the same."""
-
-    def __init__(self, counter: FlopCounterMode) -> None:
-        self._counter = counter
-        self._outputs: dict[object, tuple[Any, int]] = {}
-        self.repeated = 0
-        """FLOPs of layers that did not run."""
-
-    @property
-    def counted(self) -> int:
-        """FLOPs up to now, without those of rotary tables."""
-        by_module = self._counter.get_flop_counts().items()
-        turned = sum(sum(n.values()) for name, n in by_module if name.endswith("rotary_emb"))
-        return self._counter.get_total_flops() - turned
-
-    @contextmanager
-    def replacing(self, model: PreTrainedModel) -> Iterator[None]:
-        """The layers of the model are replaced while the context is open."""
-        layers = decoder_layers(model)
-        for layer in layers:
-            layer.forward = partial(self._run, _signature(layer), layer.forward)
-        try:
-            yield
-        finally:
-            for layer in layers:
-                del layer.forward
-
-    def _run(
-        self, kind: object, forward: Callable[..., Any], *args: Any, **inputs: Any
-    ) -> object:
-        if kind in self._outputs:
-            output, flops = self._outputs[kind]
-            self.repeated += flops
-            return output
-        before = self.counted
-        output = forward(*args, **inputs)
-        self._outputs[kind] = output, self.counted - before
-        return output
+    counts, whole_model = counter.get_flop_counts(), type(model).__name__
+    return _flops_inside(counts, whole_model) + sum(
+        (len(names) - 1) * _flops_inside(counts, f"{whole_model}.{names[0]}")
+        for names in equal.values()
+    )
 
 
 def _signature(layer: nn.Module) -> object:
@@ -368,6 +335,26 @@ def _signature(layer: nn.Module) -> object:
     ]
     shapes = [(name, tuple(p.shape)) for name, p in layer.named_parameters()]
     return type(layer), tuple(settings), tuple(shapes)
+
+
+def _once(
+    outputs: dict[object, Any],
+    layer: object,
+    forward: Callable[..., Any],
+    *args: Any,
+    **more: Any,
+) -> object:
+    """The output of the first of the layers that are equal to `layer`."""
+    if layer not in outputs:
+        outputs[layer] = forward(*args, **more)
+    return outputs[layer]
+
+
+def _flops_inside(counts: Mapping[str, Mapping[Any, int]], module: str) -> int:
+    """FLOPs of a module, without those of rotary tables."""
+    turned = (n for n in counts if n.startswith(f"{module}.") and n.endswith("rotary_emb"))
+    own = counts.get(module, {})
+    return sum(own.values()) - sum(sum(counts[name].values()) for name in turned)
 
 
 class _Tensors(MegatronModel):

@@ -5,9 +5,10 @@ the embedding. Nothing here imports torch.
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import TypeVar
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.models.families import MegatronModel, mapped, model_spec
@@ -16,6 +17,7 @@ from toolkit.models.spec import FrozenParameters, ModelSpec
 from toolkit.text.suggest import did_you_mean
 
 KEY = "model.freeze"
+Value = TypeVar("Value")
 _HEADS = ("lm_head.weight", "embed_out.weight")
 _STACKED = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts)\.\d+\.(.+)")
 """Tensors of one expert, which transformers keeps in one parameter for all experts."""
@@ -60,31 +62,38 @@ def idle_problem(
     return Problem(key, f"{', '.join(idle)}, which matches no {kind}", allowed, fix)
 
 
-def is_frozen(frozen: frozenset[str], parts: Collection[str]) -> bool:
-    """Whether the parameter that consists of the checkpoint tensors `parts` is frozen.
-
-    Raises RecipeError if only some of them are: a parameter is frozen as a whole.
-    """
-    if found := [*part_problems(frozen, [parts])]:
-        raise RecipeError(found)
-    return not frozen.isdisjoint(parts)
-
-
-def part_problems(
-    frozen: frozenset[str], parameters: Iterable[Collection[str]]
+def mixed_problems(
+    key: str, value_of: Callable[[str], Value], parameters: Iterable[Collection[str]]
 ) -> Iterator[Problem]:
-    """The first parameter, given by its tensors, of which only a part is frozen."""
-    for parts in parameters:
-        some, others = sorted(frozen & {*parts}), sorted({*parts} - frozen)
-        if some and others:
-            rest = ", ".join(others[:3])
+    """The first parameter, given by its checkpoint tensors, to whose tensors the patterns of
+    the setting `key` give different values."""
+    for tensors in parameters:
+        found = {value_of(tensor): tensor for tensor in sorted(tensors, reverse=True)}
+        if len(found) > 1:
+            one, other, *_ = sorted(found.values())
+            listed = ", ".join(sorted(tensors)[:4])
             yield Problem(
-                KEY,
-                f"{', '.join(some[:3])} without {rest}",
-                "all tensors of a parameter: this model implementation keeps them in one",
-                f"freeze {rest} too",
+                key,
+                f"different values for {one} and {other}",
+                "the same for all tensors of a parameter, which this model implementation has",
+                f"match all or none of {listed}",
             )
             return
+
+
+def value_of_parameter(
+    key: str, value_of: Callable[[str], Value], tensors: Collection[str]
+) -> Value:
+    """The value that the setting `key` gives the parameter of these tensors. Raises RecipeError
+    if they have different ones."""
+    if found := [*mixed_problems(key, value_of, [tensors])]:
+        raise RecipeError(found)
+    return value_of(min(tensors))
+
+
+def is_frozen(frozen: frozenset[str], tensors: Collection[str]) -> bool:
+    """Whether the parameter of these tensors is frozen. Raises RecipeError if only some are."""
+    return value_of_parameter(KEY, frozen.__contains__, tensors)
 
 
 def fused(model: MegatronModel) -> list[frozenset[str]]:

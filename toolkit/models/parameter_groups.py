@@ -4,11 +4,12 @@ Patterns are matched as those of `model.freeze` are (`toolkit.models.frozen`). N
 imports torch.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
-from toolkit.errors import Problem, RecipeError
-from toolkit.models.frozen import idle_problem, matching
+from toolkit.errors import Problem
+from toolkit.models.frozen import idle_problem, matching, value_of_parameter
 from toolkit.recipe.schema import ParameterGroup
 
 KEY = "optimizer.groups"
@@ -22,16 +23,12 @@ class Multipliers(NamedTuple):
 
 
 def multipliers(groups: Sequence[ParameterGroup], tensors: Collection[str]) -> Multipliers:
-    """Multipliers of the parameter that consists of the checkpoint tensors `tensors`.
-
-    Raises RecipeError if its tensors have different ones: a parameter is updated as a whole.
-    """
-    if found := [*part_problems(groups, [tensors])]:
-        raise RecipeError(found)
-    return _of(groups, min(tensors))
+    """Multipliers of the parameter of these checkpoint tensors. Raises RecipeError if they have
+    different ones: a parameter is updated as a whole."""
+    return value_of_parameter(KEY, partial(of_tensor, groups), tensors)
 
 
-def _of(groups: Sequence[ParameterGroup], tensor: str) -> Multipliers:
+def of_tensor(groups: Sequence[ParameterGroup], tensor: str) -> Multipliers:
     """Multipliers of the first group that matches a tensor's name."""
     for group in groups:
         if matching(group.parameters, [tensor]):
@@ -55,34 +52,15 @@ def problems(groups: Sequence[ParameterGroup], trained: Collection[str]) -> Iter
             yield Problem(key, found, allowed, "put this group before them, or remove it")
 
 
-def part_problems(
-    groups: Sequence[ParameterGroup], parameters: Iterable[Collection[str]]
-) -> Iterator[Problem]:
-    """The first parameter, given by its tensors, whose tensors have different multipliers."""
-    for tensors in parameters if groups else ():
-        found = {_of(groups, tensor): tensor for tensor in sorted(tensors, reverse=True)}
-        if len(found) > 1:
-            one, other, *_ = sorted(found.values())
-            yield Problem(
-                KEY,
-                f"different multipliers for {one} and {other}",
-                "the same for all tensors of a parameter: this model implementation keeps "
-                "them in one",
-                "match both with one group",
-            )
-            return
-
-
 def in_small_model(
     groups: Sequence[ParameterGroup], trained: Collection[str]
 ) -> tuple[ParameterGroup, ...]:
     """The groups that suit a smaller model, which trains these tensors: with the patterns that
     match any of its tensors, and without groups that earlier ones match completely."""
-    kept: list[ParameterGroup] = []
+    kept, left = [], frozenset(trained)
     for group in groups:
         patterns = tuple(p for p in group.parameters if matching([p], trained))
-        if patterns:
+        if own := matching(patterns, left):
             kept.append(group.model_copy(update={"parameters": patterns}))
-            if any(problems(kept, trained)):
-                kept.pop()
+            left -= own
     return tuple(kept)

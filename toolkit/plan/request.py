@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from toolkit.errors import Problem
@@ -99,9 +99,11 @@ class PlanRequest:
         model = adapters.adapted(self.mapped) if adapters else self.mapped
         stacked, fused = (
             [
-                *frozen.part_problems(names, parameters),
-                *parameter_groups.part_problems(
-                    self.optimizer.groups, ({*one} & self.trained for one in parameters)
+                *frozen.mixed_problems(frozen.KEY, names.__contains__, parameters),
+                *frozen.mixed_problems(
+                    parameter_groups.KEY,
+                    partial(parameter_groups.of_tensor, self.optimizer.groups),
+                    ({*tensors} & self.trained for tensors in parameters),
                 ),
             ]
             for parameters in (frozen.stacked(self.config), frozen.fused(model))
