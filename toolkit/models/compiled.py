@@ -6,9 +6,8 @@ ones. Identical layers share their graphs.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import wraps
 from typing import Any
 
 import torch
@@ -66,23 +65,16 @@ def eager() -> Iterator[None]:
         yield
 
 
-def explain_failures(setting: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A decorator: raises PlanError if torch cannot compile a layer for this setting of
-    `kernels`."""
-
-    def explaining(compute: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(compute)
-        def explained(*arguments: Any, **options: Any) -> Any:
-            try:
-                return compute(*arguments, **options)
-            except TorchDynamoException as error:
-                reason = next(filter(None, map(str.strip, str(error).splitlines())), "")
-                raise PlanError(
-                    f"kernels.{setting}: torch cannot compile the layers of this model "
-                    f"({type(error).__name__}: {reason})",
-                    fix="set it to none",
-                ) from error
-
-        return explained
-
-    return explaining
+@contextmanager
+def explain_failures(setting: str) -> Iterator[None]:
+    """Context, or decorator, that raises PlanError if torch cannot compile a layer for this
+    setting of `kernels`."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        reason = next(filter(None, map(str.strip, str(error).splitlines())), "")
+        raise PlanError(
+            f"kernels.{setting}: torch cannot compile the layers of this model "
+            f"({type(error).__name__}: {reason})",
+            fix="set it to none",
+        ) from error

@@ -402,8 +402,8 @@ def save_companions(
     """Write the files of a Hugging Face folder except the weights.
 
     If training started from the model in `base`, they are its files; only the dtype of the
-    weights and the number of tokens differ, and dropout, cache and the number of positions if
-    the recipe's `model.config`, `stated`, sets them.
+    weights differs, and dropout, cache and the number of positions if the recipe's
+    `model.config`, `stated`, sets them.
     """
     model = meta_model(config)
     model.config.architectures = [type(model).__name__]
@@ -454,8 +454,6 @@ def _keep_files(base: Path, stated: Mapping[str, Any], folder: Path) -> None:
     old_name = "torch_dtype" in config and "dtype" not in config
     config["torch_dtype" if old_name else "dtype"] = written["dtype"]
     config["architectures"] = written["architectures"]
-    if "vocab_size" in written:  # the recipe may have added rows
-        config["vocab_size"] = written["vocab_size"]
     config |= {key: value for key, value in stated.items() if _is_unplanned(key, stated)}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     if (base / GENERATION).is_file():

@@ -141,26 +141,8 @@ class SafetensorsWeights:
         return rows.reshape(-1)[start - first * row : stop - first * row]
 
     def read_block(self, block: Block) -> Tensor:
-        """See `WeightSource.read_block`; only the rectangle is read, except of a tensor that is
-        stored as a part of another."""
-        place = self._places[block.tensor]
-        parameter, start, shape = place
-        pieces, stop = self._pieces[parameter], start + prod(shape)
-        piece, low, _ = next(overlaps(pieces, attrgetter("numel"), start, stop))
-        stacked = piece.shape != shape and piece.shape[1:] == shape
-        if len(shape) > 2 or (not stacked and piece.shape != shape):
-            return read_rectangle(block, place, self.read)
-        stored = block.stored
-        each, apart = stored.steps
-        sides = (stored.rows,) if stored.columns is None else (stored.rows, stored.columns)
-        expert = (low // prod(shape),) if stacked else ()
-        # Files are read without gaps.
-        values: Tensor = self.stored.part(piece.name)[(*expert, *(slice(*s) for s in sides))]
-        values = self.stored.finite(piece.name, values)
-        if stored.columns is None:
-            return values[::each]
-        values = values[::each, ::apart]
-        return values.T if block.transposed else values
+        """See `WeightSource.read_block`."""
+        return read_rectangle(block, self._places[block.tensor], self.read)
 
     def _stored_name(self, *names: str) -> str | None:
         """How a file calls the first of `names` that it has; some checkpoints leave out the

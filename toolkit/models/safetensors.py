@@ -8,14 +8,15 @@ and place, and the bytes of the tensors. https://huggingface.co/docs/safetensors
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError, TensorSpec, safe_open
 
 from toolkit.errors import DataError
 from toolkit.system.untrusted import read_json
@@ -29,27 +30,11 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 """The index of tensors if there are several files."""
 SINGLE = "model.safetensors"
-LARGEST_FILE_BYTES = 5_000_000_000
 _SLICE_BYTES = 1 << 20
 """Linux file systems take several times longer for one write of 64 MiB to a new file than for
 64 writes of 1 MiB (measured on ext4: 0.4 against 4.4 GB/s)."""
 _LFS = b"version https://git-lfs"
 _AGAIN = "download or copy the file again"
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-"""torch's names of dtypes, and the format's."""
 
 
 def open_file(path: Path, framework: str = "pt") -> Any:
@@ -166,6 +151,13 @@ class TensorToWrite:
         """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def stored_dtype(self) -> str:
+        """The format's name of its type."""
+        name = str(self.dtype).removeprefix("torch.")
+        spec = TensorSpec(dtype=name, shape=self.shape, data_ptr=0, data_len=self.nbytes)
+        return spec.dtype
+
     def telling(self, tick: Callable[[int], None]) -> "TensorToWrite":
         """The same tensor, calling `tick` with each piece's bytes when it has been written."""
 
@@ -177,37 +169,35 @@ class TensorToWrite:
         return replace(self, pieces=pieces)
 
 
-def write_model(
-    folder: Path, entries: Sequence[TensorToWrite], limit: int = LARGEST_FILE_BYTES
-) -> None:
-    """Write a model's files as transformers names them: several with an index above `limit`."""
-    files = in_files(entries, limit)
-    if len(files) == 1:
-        write_file(folder / SINGLE, files[0])
-        return
-    weight_map: dict[str, str] = {}
-    for number, content in enumerate(files, start=1):
-        name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
+def write_model(folder: Path, entries: Iterable[TensorToWrite]) -> None:
+    """Write a model's files as transformers names them: a large model's with an index."""
+    files = in_files(entries)
+    for name, content in files.items():
         write_file(folder / name, content)
-        weight_map |= dict.fromkeys((entry.name for entry in content), name)
-    total = sum(entry.nbytes for entry in entries)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if len(files) > 1:
+        weight_map = {entry.name: name for name, content in files.items() for entry in content}
+        total = sum(entry.nbytes for content in files.values() for entry in content)
+        index = {
+            "metadata": {"total_size": total},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def in_files(
-    entries: Iterable[TensorToWrite], limit: int = LARGEST_FILE_BYTES
-) -> list[list[TensorToWrite]]:
-    """Fill files in order; a tensor larger than the limit has its own file."""
-    files: list[list[TensorToWrite]] = [[]]
-    size = 0
-    for entry in entries:
-        if files[-1] and size + entry.nbytes > limit:
-            files.append([])
-            size = 0
-        files[-1].append(entry)
-        size += entry.nbytes
-    return files
+def in_files(entries: Iterable[TensorToWrite]) -> dict[str, list[TensorToWrite]]:
+    """The tensors of each file of a model, as huggingface_hub distributes and names them."""
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    by_name: dict[str, Any] = {entry.name: entry for entry in entries}
+    split = split_state_dict_into_shards_factory(
+        by_name,
+        get_storage_size=attrgetter("nbytes"),
+        filename_pattern=SINGLE.replace(".", "{suffix}."),
+    )
+    return {
+        file: [by_name[name] for name in names]
+        for file, names in split.filename_to_tensors.items()
+    }
 
 
 def write_file(
@@ -222,7 +212,7 @@ def write_file(
     offset = 0
     for entry in ordered:
         header[entry.name] = {
-            "dtype": _DTYPES[str(entry.dtype).removeprefix("torch.")],
+            "dtype": entry.stored_dtype,
             "shape": entry.shape,
             "data_offsets": [offset, offset + entry.nbytes],
         }

@@ -27,7 +27,7 @@ from toolkit.extras.imports.state import (
 )
 from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
-from toolkit.models.safetensors import LARGEST_FILE_BYTES, in_files
+from toolkit.models.safetensors import in_files
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
@@ -186,7 +186,7 @@ def _write(
     files: dict[str, FileRecord] = {}
     entries = [entry.telling(tick) for entry in entries_of(shards)]
     try:
-        for number, content in enumerate(in_files(entries, LARGEST_FILE_BYTES)):
+        for number, content in enumerate(in_files(entries).values()):
             files |= write_state(folder, number, content)
         manifest = manifest.with_files(files | write_companions(folder, companions))
         store.commit(manifest)
