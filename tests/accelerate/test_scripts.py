@@ -212,7 +212,7 @@ def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RecipeError, match=r"training\.stepz"):
         planned_for_launcher(str(TINY), ["training.stepz=3"])
     with pytest.raises(
-        PlanError, match=r"optimizer\.name: muon, which TrainingArguments cannot state"
+        PlanError, match=r"optimizer\.name, which TrainingArguments cannot state"
     ):
         training_arguments(TINY, ["optimizer.name=muon"], output_dir="out")
     with pytest.raises(PlanError, match=r"evaluation\.early_stopping, which Training"):

@@ -7,7 +7,6 @@ import pytest
 
 from tests.models.configs import CONFIGS, config_of
 from tests.plan.making import TINY, intent, recipe
-from toolkit.errors import RecipeError
 from toolkit.models import frozen
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
@@ -87,13 +86,6 @@ def test_refused(
 def test_a_part_of_a_parameter_rules_out_only_who_keeps_it_whole() -> None:
     assert plan_recipe(freezing("*.q_proj.*")).model == "hf"
     assert plan_recipe(freezing("*.experts.1.*", config=MIXTRAL)).model == "megatron"
-
-
-def test_is_frozen_refuses_a_part() -> None:
-    with pytest.raises(RecipeError, match="different values for a and b"):
-        frozen.is_frozen(frozenset("ac"), {"a", "b"})
-    assert frozen.is_frozen(frozenset("abc"), {"a", "b"})
-    assert not frozen.is_frozen(frozenset("c"), {"a", "b"})
 
 
 def test_a_small_model_has_what_patterns_still_match() -> None:

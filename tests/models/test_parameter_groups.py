@@ -55,8 +55,6 @@ def grouping(
             "different values for model.layers.0.self_attn.k_proj.weight and "
             "model.layers.0.self_attn.q_proj.weight",
         ),
-        (grouping(group("*.up_proj.*"), model="megatron"), "match all or none of"),
-        (grouping(group("*.experts.1.*"), config=MIXTRAL, engine="ddp"), ".experts.1."),
         (
             grouping(group("model.embed*"), adapter={"rank": 2, "alpha": 2}),
             "e.g. model.layers.0.mlp.down_proj.lora_A.weight",

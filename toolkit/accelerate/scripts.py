@@ -144,14 +144,11 @@ def _refuse_other_engine(plan: Plan, mesh: Mapping[str, str]) -> None:
             continue
         engine = ENGINES.get(kind, "a parallelism_config")
         if os.environ.get(variable, "").lower() == "true" and engine != plan.engine:
-            other = f"unset {variable}"
-            if engine in BACKENDS.names and BACKENDS[engine].accelerate is not None:
-                other = f"--set parallel.engine={engine}"
             raise PlanError(
                 f"{variable}=true: the launcher is configured for {engine}, the recipe runs on "
                 f"the engine {plan.engine}",
-                fix=f"start with the file that `dmt render RECIPE --to accelerate` writes, or "
-                f"{other}",
+                fix="start with the file that `dmt render RECIPE --to accelerate` writes, or "
+                f"unset {variable}",
             )
 
 
@@ -184,21 +181,19 @@ def _prepare_process(words: InAccelerate, layout: Layout) -> None:
 
 def _refuse_unstated(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> None:
     """Raise PlanError for what TrainingArguments cannot state, or must not."""
-    kept = {
-        f"optimizer.name: {recipe.optimizer.name}": (
-            "TrainingArguments" not in recipe.optimizer.kind.elsewhere,
-            "optimizer.name=adamw",
-        ),
-        "schedule.name: plateau": (recipe.schedule.name == "plateau", "schedule.name=cosine"),
-        "optimizer.groups": (bool(recipe.optimizer.groups), "optimizer.groups=[]"),
-        **{key: (True, f"{key}=null") for key in recipe.follows_validation},
-    }
-    for setting, (refused, change) in kept.items():
-        if refused:
-            raise PlanError(
-                f"{recipe.name} has {setting}, which TrainingArguments cannot state",
-                fix=f"--set {change}, or train with `dmt launch`",
-            )
+    unstated = dict.fromkeys(recipe.follows_validation, "null")
+    if "TrainingArguments" not in recipe.optimizer.kind.elsewhere:
+        unstated["optimizer.name"] = "adamw"
+    if recipe.schedule.name == "plateau":
+        unstated["schedule.name"] = "cosine"
+    if recipe.optimizer.groups:
+        unstated["optimizer.groups"] = "[]"
+    if unstated:
+        raise PlanError(
+            f"{recipe.name} has {', '.join(unstated)}, which TrainingArguments cannot state",
+            fix=" ".join(f"--set {key}={value}" for key, value in unstated.items())
+            + ", or train with `dmt launch`",
+        )
     engines = [BACKENDS[name].accelerate for name in BACKENDS.names]
     stating = [field for words in engines for field in getattr(words, "fields", ())]
     for name in (*stating, "parallelism_config", "use_cpu"):

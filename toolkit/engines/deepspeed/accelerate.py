@@ -5,7 +5,6 @@ express all settings, and DeepSpeed fills the missing ones with defaults that ch
 (clipping at 1.0, gradients of micro batches summed in bf16).
 """
 
-import copy
 import json
 import textwrap
 from collections.abc import Mapping
@@ -14,18 +13,10 @@ from typing import Any
 from toolkit.backend import InAccelerate
 from toolkit.layout import Layout
 from toolkit.recipe.dump import dump
-from toolkit.text.dotted import put
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CLIPS_AT = 1.0
 """What Accelerate, and by default a Trainer, fills "auto" with."""
-_FILLED = (
-    *_BATCH,
-    "gradient_clipping",
-    "bf16.enabled",
-    "fp16.enabled",
-)
-"""Settings that are also other fields of TrainingArguments: "auto", so that they agree."""
 
 
 class DeepSpeedInAccelerate(InAccelerate):
@@ -77,10 +68,7 @@ class DeepSpeedInAccelerate(InAccelerate):
         return {"deepspeed_plugin": plugin, "kwargs_handlers": gloo}
 
     def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
-        stated = copy.deepcopy(script_config(config))
-        for name in _FILLED:
-            put(stated, name, "auto")
-        return {"deepspeed": stated}
+        return {"deepspeed": _open_batch(script_config(config))}
 
 
 def script_config(config: Mapping[str, Any]) -> dict[str, Any]:
