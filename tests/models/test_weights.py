@@ -137,6 +137,14 @@ def test_tied_head_that_the_checkpoint_stores_as_another_is_refused(
         hf.weight_source(section_, loaded, 1)
 
 
+def test_a_published_attention_implementation_decides_nothing(tmp_path: Path) -> None:
+    """Some tools write it into config.json; the package may be missing."""
+    section_, file = saved(tmp_path), tmp_path / "config.json"
+    published = json.loads(file.read_text()) | {"attn_implementation": "flash_attention_2"}
+    file.write_text(json.dumps(published))
+    hf.weight_source(section_, hf.build_config(section_), 1)
+
+
 def test_pickled_checkpoint_is_not_read(tmp_path: Path) -> None:
     model = filled(section("llama"))
     model.config.save_pretrained(tmp_path)

@@ -85,7 +85,7 @@ def read_config(folder: Path) -> PretrainedConfig:
     """
     try:
         read_json(folder / CONFIG)
-        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # a strict config class may raise any exception
         if asks_to_run_code(error):
             raise runs_code(f"the model in {folder}") from error
@@ -93,6 +93,8 @@ def read_config(folder: Path) -> PretrainedConfig:
             f"{folder / 'config.json'} cannot be used: {error}",
             fix="name a folder with the config of a model that transformers knows",
         ) from error
+    config._attn_implementation = "eager"  # until a plan decides: tools publish another
+    return config
 
 
 def build_config(model: ModelSection) -> PretrainedConfig:
