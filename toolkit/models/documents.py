@@ -2,8 +2,8 @@
 
 On CUDA by torch's kernel for such lengths, whose time grows with the documents and not with the
 square of the row; on CPUs one document after the other. Neither makes a mask: transformers and
-megatron-core pass `MicroBatch.ends` to their layers in its place, with the `Context` of rows
-that are spread over ranks.
+megatron-core pass `MicroBatch.ends` to their layers in its place, with the `SplitAttention` of
+rows that are spread over ranks.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from transformers.integrations import sdpa_attention
 
 from toolkit.batch import MicroBatch
 from toolkit.errors import BackendUnavailable
-
-if TYPE_CHECKING:
-    from toolkit.models.context import Context
 
 IMPLEMENTATION = "documents"
 """Name of this attention in the config of a transformers model."""
@@ -63,9 +60,22 @@ class Scores:
         return self.cap is None and self.sinks is None
 
 
+class SplitAttention(Protocol):
+    """Attention of rows that are spread over ranks: models/context/ has it."""
+
+    @property
+    def degree(self) -> int:
+        """Over how many ranks."""
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scores: Scores
+    ) -> Tensor:
+        """`attend` for this rank's positions, with the `ends` of whole rows."""
+
+
 class _Batch(NamedTuple):
     rows: MicroBatch
-    split: "Context | None"
+    split: SplitAttention | None
 
 
 _batches: list[_Batch] = []
@@ -93,7 +103,7 @@ def takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool
 
 
 @contextmanager
-def of(batch: MicroBatch, split: "Context | None" = None) -> Iterator[None]:
+def of(batch: MicroBatch, split: SplitAttention | None = None) -> Iterator[None]:
     """Context in which models isolate the documents of `batch`: whole rows, of which the model
     is given this rank's part where there is a `split`.
 
@@ -258,7 +268,7 @@ class _Rows(NamedTuple):
 
     ends: Tensor
     window: int | None
-    split: "Context | None"
+    split: SplitAttention | None
 
 
 def _attention(
