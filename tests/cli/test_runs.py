@@ -201,13 +201,6 @@ def test_damaged_files_are_listed(
     assert name not in ("events.jsonl",) or warning in dmt("runs", tmp_path).out
 
 
-@pytest.mark.parametrize("verb", ["report", "runs"])
-def test_a_name_that_is_too_long(verb: str, dmt: Dmt) -> None:
-    name = "x" * 300
-    said = dmt(verb, name, code=2).err
-    assert name in said and ("File name too long" in said or "no run in" in said)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,6 +1,5 @@
 """A disk that is full costs checkpoints and lines of the logs, not the run."""
 
-import time
 from pathlib import Path
 
 import pytest
@@ -9,11 +8,8 @@ from tests.disks import make_room, small_file_system
 from tests.e2e.conftest import Project
 from tests.e2e.layouts import outcome
 from tests.e2e.product import (
-    assert_saved_and_stopped,
     checkpoints,
-    curve,
     events,
-    started,
     steps_logged,
 )
 
@@ -51,31 +47,6 @@ def test_no_room_for_checkpoints(project: Project, ddp_run: Path, asynchronous: 
         assert events(run_dir, "load")[-1]["step"] == 8
         assert checkpoints(run_dir) == [12, 16, 20]
         assert outcome(run_dir) == outcome(ddp_run)
-
-
-def test_no_room_for_metrics_and_events(project: Project, ddp_run: Path) -> None:
-    run_dir = project.folder / "full-disk-metrics"
-    run_dir.mkdir()
-    logs = [run_dir / "metrics.jsonl", run_dir / "events.jsonl"]
-    argv = project.command(run_dir.name, {"training.steps": 100_000})
-    with small_file_system(run_dir / "small", 2 * PAGE) as disk:
-        for log in logs:
-            log.symlink_to(disk / log.name)
-        with started(argv, project.folder) as command:
-            command.wait_for(lambda: "could not be written" in command.printed(), "no room")
-            time.sleep(1.0)
-            before = steps_logged(run_dir)
-            assert before >= 5, "a page of lines"
-            make_room(disk, LARGE)
-            command.wait_for(lambda: steps_logged(run_dir) > before, "lines again")
-            command.interrupt()
-            ended = command.end()
-        assert_saved_and_stopped(ended, run_dir)
-        assert ended.err.count(f"warning: {logs[0]} could not be written") == 1
-        found, undisturbed = curve(run_dir), curve(ddp_run)
-        for step in range(1, before + 1):
-            assert found[step] == undisturbed[step]
-        assert before + 1 not in found, "a line that is missing"
 
 
 def test_the_reason_of_a_failure_is_told_on_a_full_disk(project: Project) -> None:

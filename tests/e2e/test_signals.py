@@ -1,6 +1,5 @@
 """Ctrl-C, preemption and impatience: the run saves, says how to go on, and is gone."""
 
-import os
 import shlex
 import signal
 import time
@@ -31,21 +30,11 @@ def ctrl_c(command: Command) -> None:
     command.interrupt()
 
 
-def hang_up_launcher(command: Command) -> None:
-    """What closing a terminal or an ssh connection does."""
-    os.kill(command.process.pid, signal.SIGHUP)
-
-
-def warn_rank_0(command: Command) -> None:
-    """What a scheduler sends before it preempts."""
-    command.ranks()[0].send_signal(signal.SIGUSR1)
-
-
 def quit_rank_1(command: Command) -> None:
     command.ranks()[1].send_signal(signal.SIGQUIT)
 
 
-@pytest.mark.parametrize("stop", [ctrl_c, hang_up_launcher, warn_rank_0, quit_rank_1])
+@pytest.mark.parametrize("stop", [ctrl_c, quit_rank_1])
 def test_a_signal_while_training(project: Project, stop: Callable[[Command], None]):
     run_dir = project.folder / f"signal-{stop.__name__}"
     argv = project.command(run_dir.name, ENDLESS, "--max-restarts", "3")
@@ -68,17 +57,6 @@ def test_ranks_that_do_not_leave_within_the_grace_write_their_stacks(project: Pr
         ended = command.end(code=4)
     assert "exit within launch.grace_s (2 s) and were killed" in ended.err
     assert "toolkit/train/loop.py" in (run_dir / "logs" / "rank-1.log").read_text(), "stacks"
-
-
-def test_ctrl_c_on_a_worker_without_a_launcher(project: Project):
-    run_dir = project.folder / "single-ctrl-c"
-    changes = {**ENDLESS, "cluster.gpus_per_node": 1}
-    argv = tool("python", WORKER, project.recipe, "--run-dir", run_dir, *settings(changes))
-    with started(argv, project.folder) as command:
-        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
-        command.interrupt()
-        ended = command.end()
-    assert_saved_and_stopped(ended, run_dir)
 
 
 def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):

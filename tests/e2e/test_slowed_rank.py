@@ -1,7 +1,5 @@
 """A real run in which one rank is slow: what its page and its events say."""
 
-import re
-
 import pytest
 
 from tests.e2e.conftest import Project
@@ -11,33 +9,6 @@ from tests.e2e.product import curve, dmt, events, records, run
 pytestmark = pytest.mark.slow
 
 STEPS = {"training.steps": 26, "logging.every_steps": 1, "evaluation.every_steps": "null"}
-
-
-@pytest.fixture(scope="module")
-def page(project: Project) -> str:
-    """A page of last week's run, and of today's, which is slowed."""
-    project.launch("last-week", STEPS)
-    changed = STEPS | {"optimizer.learning_rate": 0.002}
-    project.launch("today", changed, env=hooked("slow_rank"))
-    run(dmt("report", "last-week", "today", "--html", "both.html"), project.folder, code=0)
-    return (project.folder / "both.html").read_text(encoding="utf-8")
-
-
-def cards(page: str, title: str) -> list[str]:
-    """The text of the cards with this title, one per run."""
-    found = re.findall(rf"<h3>{title}</h3>(.*?)</section>", page, re.DOTALL)
-    return [re.sub(r"\n+", "\n", re.sub(r"<[^>]+>", "\n", one)) for one in found]
-
-
-def test_what_differs_from_last_weeks_run(page: str) -> None:
-    _, recipe = cards(page, "Recipe")
-    name = "optimizer.learning_rate"
-    rate = recipe.partition(name)[2].split("\n")[:4]
-    assert "0.002" in rate
-    (differences,) = cards(page, "What differs")
-    rows = differences.partition("optimizer.learning_rate")[2].split("\n")[:3]
-    assert "0.002" in rows, differences
-    assert "slower (median tokens/s)" in differences
 
 
 def test_samples_move_to_the_faster_rank(project: Project) -> None:

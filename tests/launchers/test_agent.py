@@ -78,17 +78,6 @@ def test_a_newer_checkpoint_renews_the_restarts(agents: Agents, kills: int) -> N
 
 
 @pytest.mark.slow
-def test_without_progress_the_restarts_end(agents: Agents) -> None:
-    for _ in range(2):
-        agents.start(1, 0)
-    codes, printed = agents.end()
-    assert codes == [4, 4]
-    assert "error: 1 restarts in a row without a new checkpoint behind step 0" in printed
-    assert "Traceback" not in printed
-    assert [len(starts) for starts in agents.starts()] == [2, 2]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("code", [2, 75])
 def test_what_is_no_failure_is_not_started_again(agents: Agents, code: int) -> None:
     (agents.run_dir / "checkpoints" / "step-00000001").mkdir(parents=True)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from toolkit.plan.hardware.cluster import Basis, parse_cluster
+from toolkit.plan.hardware.cluster import Basis
 from toolkit.plan.hardware.cluster_file import load_cluster
 from toolkit.run.comparison import (
     Prediction,
@@ -87,7 +87,3 @@ def test_basis(
     file = tmp_path_factory.mktemp("cluster") / "cluster.yaml"
     file.write_text(f"nodes: 1\ngpus_per_node: 2\ngpu: {gpu}\n{measured}")
     assert load_cluster(file).basis == expected
-
-
-def test_basis_of_a_short_form() -> None:
-    assert parse_cluster("2xcpu").basis == "nominal"

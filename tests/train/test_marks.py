@@ -26,9 +26,9 @@ SLEEP_S = 60.0
 class Ranks:
     """Three ranks with time limits."""
 
-    def __init__(self, run: Path, behaviour: str, grace_s: float = 0) -> None:
+    def __init__(self, run: Path, behaviour: str) -> None:
         self.run = RunDirectory(run)
-        argv = [sys.executable, str(RANK), str(run), str(LIMIT_S), str(grace_s), behaviour]
+        argv = [sys.executable, str(RANK), str(run), str(LIMIT_S), behaviour]
         self.processes = [
             WarmPython(
                 argv,
@@ -48,9 +48,6 @@ class Ranks:
 
     def codes(self, *ranks: int) -> list[int]:
         return [self.processes[rank].wait(HANG_S) for rank in ranks]
-
-    def seconds_since_it_began(self) -> float:
-        return time.time() - float((self.run.path / "began").read_text())
 
     def error(self) -> str:
         (end,) = [event for event in jsonl.read(self.run.events) if event["kind"] == "end"]
@@ -151,16 +148,6 @@ def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path):
         for process in ranks.processes:
             process.send_signal(signal.SIGCONT)
         assert ranks.codes(0, 1, 2) == [0, 0, 0]
-
-
-def test_the_grace_of_a_rank_that_was_asked_to_stop(tmp_path):
-    with Ranks(tmp_path, "signal@1", grace_s=0.5) as ranks:
-        assert ranks.codes(1) == [4]
-        assert 0.5 < ranks.seconds_since_it_began() < SLEEP_S
-        late = "within launch.grace_s (0.5 s) and were killed"
-        assert ranks.error() == f"the ranks did not save and exit {late}"
-        assert '"retry": false' in ranks.run.events.read_text()
-        assert "misbehave" in ranks.log(1)
 
 
 def test_a_hang_of_a_thousand_ranks_has_a_word(tmp_path):

@@ -173,10 +173,6 @@ def test_mfu_against_a_published_run():
     assert mfu(6 * 540.35e9, 238.3e3, 275e12, 6144) == pytest.approx(0.457, abs=1e-3)
 
 
-def test_mfu_is_unknown_without_a_peak():
-    assert mfu(1e9, 1e3, None, 8) is None
-
-
 def test_a_full_disk_costs_lines_and_is_told_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "0")
     with small_file_system(tmp_path / "disk", 4096) as disk:

@@ -19,8 +19,6 @@ from tests.train.fake_runs import (
     SIZES,
     STEPS,
     VOCABULARY,
-    Recorder,
-    SpoiledEngine,
     job,
     run,
 )
@@ -29,8 +27,7 @@ from toolkit.data.batches import GlobalBatches
 from toolkit.data.order import EpochOrder
 from toolkit.data.rows import Row
 from toolkit.engines.base import StepResult
-from toolkit.errors import DataError, RunFailed, Stopped
-from toolkit.recipe.schema import GuardSection
+from toolkit.errors import DataError
 from toolkit.train.prefetch import Prefetch
 from toolkit.train.progress import Progress
 
@@ -151,15 +148,6 @@ def test_an_error_in_the_data_is_the_one_that_ends_the_run() -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_thread_ends_with_a_run_that_stops_or_fails() -> None:
-    with pytest.raises(Stopped):
-        run(job(Numbers(), Watching()), recorder=Recorder(signal_at=3))
-    with pytest.raises(RunFailed):
-        spoiled = SpoiledEngine(dict.fromkeys(range(STEPS), float("nan")))
-        run(job(Numbers(), spoiled, guard=GuardSection(max_skips_in_a_row=2)))
-
-
-@pytest.mark.usefixtures("gpu")
 def test_who_leaves_does_not_wait_for_data_that_hangs() -> None:
     hanging = threading.Event()
 
@@ -197,9 +185,3 @@ def test_batches_are_pinned_on_the_device_of_the_run(gpu: list[tuple[str, object
     assert gpu[:4] == [("prefetch_0", 3), *[("prefetch_0", "pin")] * 3]
     assert torch.equal(taken.input_ids, tokens) and taken.samples == (5, 6)
     assert taken.loss_weights is None and torch.equal(taken.extra["reference"], torch.ones(2))
-
-
-def test_without_a_gpu_there_is_no_thread() -> None:
-    built_by: list[int] = []
-    run(job(Numbers(lambda _: built_by.append(threading.get_ident())), Watching()))
-    assert set(built_by) == {threading.get_ident()} and len(built_by) == STEPS * PER_STEP

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import shlex
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,11 +12,9 @@ from unittest.mock import Mock
 
 import pytest
 
-from tests.processes import ROOT
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.run import assignment
 from toolkit.run.directory import RunDirectory
 from toolkit.run.rank_log import setup_rank_logging
 
@@ -215,23 +212,3 @@ def test_other_ranks_do_not_write_to_the_console(tmp_path, capsys):
     logging.getLogger("library").warning("slow")
     assert capsys.readouterr().err == ""
     assert "slow" in RunDirectory(tmp_path).rank_log(1).read_text()
-
-
-def test_services_are_light():
-    code = (
-        "import sys, toolkit.launchers, toolkit.run.directory, toolkit.run.events, "
-        "toolkit.run.poster;"
-        "print({'torch', 'numpy', 'transformers', 'wandb', 'deepspeed'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "set()\n"
-
-
-def test_a_run_planned_before_there_were_predictions(tmp_path: Path) -> None:
-    tiny = load_recipe(ROOT / "recipes" / "tiny" / "llama-bytes.yaml")
-    run = assignment.write(assignment.decide(tiny, tmp_path / "run"), ["dmt"])
-    plan = json.loads(run.plan.read_text())
-    del plan["predicted"], plan["memory_gib"], plan["mfu"]
-    run.plan.write_text(json.dumps(plan))
-    read = assignment.read_assignment(run.path, world=2)
-    assert read.prediction is None and read.plan.layout.dp == 2

@@ -1,12 +1,12 @@
-"""A rank with time limits: `watched_rank.py RUN_DIR LIMIT_S GRACE_S BEHAVIOUR@RANK`.
+"""A rank with time limits: `watched_rank.py RUN_DIR LIMIT_S BEHAVIOUR@RANK`.
 
 It does ten steps of 0.05 s, meeting the other ranks through files. Behaviours of the named
 rank in its fifth step: `hang` (sleeps), `stop` (SIGSTOP), `behind` (hears of more progress than
-the others, and hangs before their step begins), `signal` (gets SIGTERM and never leaves),
-`slow` (takes a third of the limit, twice), `lock` (sleeps in C and keeps the interpreter's
-lock), `disk` (hangs, and so does what it writes events to), `broken` (hangs, and finding
-out where fails). `wait`: all wait for 1.3 times the limit, and say so. `compile`: its first
-step takes 1.5 times the limit. `begin`: it hangs before the first step.
+the others, and hangs before their step begins), `slow` (takes a third of the limit, twice),
+`lock` (sleeps in C and keeps the interpreter's lock), `disk` (hangs, and so does what it writes
+events to), `broken` (hangs, and finding out where fails). `wait`: all wait for 1.3 times the
+limit, and say so. `compile`: its first step takes 1.5 times the limit. `begin`: it hangs before
+the first step.
 """
 
 import ctypes
@@ -21,10 +21,9 @@ from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.train import marks as module
 from toolkit.train.marks import WAITING, Marks, Watched
-from toolkit.train.signals import StopRequest
 
-run, limit_s, grace_s = RunDirectory(Path(sys.argv[1])), float(sys.argv[2]), float(sys.argv[3])
-behaviour, _, chosen = sys.argv[4].partition("@")
+run, limit_s = RunDirectory(Path(sys.argv[1])), float(sys.argv[2])
+behaviour, _, chosen = sys.argv[3].partition("@")
 start_s = limit_s if behaviour == "begin" else 7200.0
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 run.logs.mkdir(parents=True, exist_ok=True)
@@ -45,11 +44,6 @@ def misbehave() -> None:
     if behaviour == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(60)  # any thread may take the signal that asks for the stacks
-    elif behaviour == "signal":
-        os.kill(os.getpid(), signal.SIGTERM)
-        for _ in range(200):
-            time.sleep(0.05)
-            marks.mark("saving", 4)
     elif behaviour == "slow":
         for _ in range(2):
             time.sleep(limit_s * 0.35)
@@ -65,12 +59,9 @@ def misbehave() -> None:
 
 
 meet("start")  # a rank that waits for slow imports of another one would hang, for a marks
-with (
-    StopRequest() as stop,
-    Marks(rank) as marks,
-):
+with Marks(rank) as marks:
     offset = events_offset(run.path)
-    marks.watch(Watched(run, world, stop, limit_s, start_s, grace_s or None, offset))
+    marks.watch(Watched(run, world, limit_s, start_s, offset))
     if behaviour == "begin" and rank == int(chosen):
         misbehave()
     meet("begin")

@@ -32,7 +32,7 @@ class Package:
     name: str
     """Name of the distribution, as `pip install` takes it."""
     module: str
-    """The module that is imported, e.g. `ray.train`."""
+    """The module that is imported, e.g. `megatron.core`."""
     extra: str = ""
     """As in `pip install NAME[EXTRA]`."""
 

@@ -93,7 +93,7 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outco
     run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
     agent: Agent | None = None
     try:
-        handler = _interruptible(lambda: _handler(meeting), signals)
+        handler = _interruptible(lambda: get_rendezvous_handler(_parameters(meeting)), signals)
         agent = Agent(spec, meeting, handler, signals)
         agent.run()
         handler.shutdown()
@@ -123,20 +123,6 @@ def _without_the_others(run: RunDirectory, offset: int, error: Exception) -> Out
     return Outcome(EXIT_FAILED)
 
 
-def _handler(meeting: Meeting) -> Any:
-    """The meeting as torch sees it. Its host knows itself by its name, or here by its address;
-    of several agents there, the first one is the host."""
-    parameters = _parameters(meeting)
-    if meeting.endpoint.rpartition(":")[0].strip("[]") != os.environ.get(NODE_ADDRESS):
-        return get_rendezvous_handler(parameters)
-    try:
-        parameters.config["is_host"] = True
-        return get_rendezvous_handler(parameters)
-    except RendezvousError:  # another agent listens there
-        parameters.config["is_host"] = False
-        return get_rendezvous_handler(parameters)
-
-
 def _parameters(meeting: Meeting) -> RendezvousParameters:
     options: dict[str, Any] = {"join_timeout": JOIN_LIMIT_S, "read_timeout": JOIN_LIMIT_S}
     if meeting.elastic:
@@ -145,7 +131,8 @@ def _parameters(meeting: Meeting) -> RendezvousParameters:
     if not meeting.several:
         options |= {"local_addr": LOOPBACK}  # torch would ask for this machine's full name
     elif NODE_ADDRESS in os.environ:
-        options |= {"local_addr": os.environ[NODE_ADDRESS]}
+        # They meet at the store of Ray's driver.
+        options |= {"local_addr": os.environ[NODE_ADDRESS], "is_host": False}
     limits = meeting.least, meeting.most
     return RendezvousParameters("c10d", meeting.endpoint, meeting.name, *limits, **options)
 

@@ -873,7 +873,8 @@ class LaunchSection(Section):
     start_timeout_s: PositiveFloat = 7200.0
     """Seconds without progress before the first step."""
     grace_s: PositiveFloat | None = None
-    """Seconds that ranks may take to save and exit after a signal; null: no limit."""
+    """Seconds that ranks may take to save and exit after a signal to `dmt launch`; null: no
+    limit."""
     rendezvous: HostPort | None = None
     """`launcher: local` on several machines: `HOST:PORT` of one of them, with a name that
     all can resolve. Run `dmt launch` on each machine."""

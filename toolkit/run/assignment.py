@@ -56,9 +56,8 @@ class Assignment:
     engine_config: dict[str, Any]
     """The backend's rendered configuration; empty for an engine without one."""
     run_dir: Path
-    prediction: Prediction | None
-    """The plan's prediction, which is compared at the end of the run. None in run directories
-    of releases without predictions."""
+    prediction: Prediction
+    """The plan's prediction, which is compared at the end of the run."""
     predicted_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Parts of the predicted `memory_gib` and `step_time_s`, for reports."""
 
@@ -188,7 +187,7 @@ def write(assignment: Assignment, command: Sequence[str]) -> RunDirectory:
         assignment.recipe,
         {
             **assignment.plan.to_dict(),
-            "predicted": assignment.prediction and asdict(assignment.prediction),
+            "predicted": asdict(assignment.prediction),
             "predicted_parts": assignment.predicted_parts,
         },
         command,
@@ -204,9 +203,8 @@ def read_assignment(path: Path, world: int) -> Assignment:
     run = RunDirectory(path.absolute())
     try:
         fields = parse_mapping(read_bytes(run.plan))
-        stored = fields.pop("predicted", None)
-        fields.pop("predicted_parts", None)
-        prediction = None if stored is None else Prediction(**stored)
+        prediction = Prediction(**fields.pop("predicted"))
+        fields.pop("predicted_parts")
         plan = Plan.from_dict(fields)
         configured = BACKENDS[plan.engine].configured
         config = read_json(run.engine_config(plan.engine)) if configured else {}

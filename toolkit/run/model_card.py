@@ -6,7 +6,7 @@ text, was written or edited by a user, and is never replaced.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,14 @@ from pydantic import ValidationError
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.errors import DataError
 from toolkit.models.adapters.lora import PEFT_WEIGHTS
-from toolkit.models.hub import download_file
 from toolkit.plan.dimensions import degrees_text
 from toolkit.recipe.dump import dump
-from toolkit.recipe.schema import OBJECTIVE_SECTIONS, ModelSection, Recipe, RowsSource
+from toolkit.recipe.schema import OBJECTIVE_SECTIONS, Recipe, RowsSource
 from toolkit.system.atomic import write_atomically
-from toolkit.system.untrusted import read_bytes
 from toolkit.text.redact import redact
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_FROM_BASE = ("license", "license_name", "license_link", "language")
-"""Metadata of a base model that hold for what is trained from it."""
 _PUBLISHED = ("model", "training", "optimizer", "schedule", "adapter", *OBJECTIVE_SECTIONS)
 """Sections of the recipe in a card: the others name files, machines and accounts."""
 _HASH = re.compile(r"<!-- dmt replaces this card unless it is edited: ([0-9a-f]{64}) -->\n\Z")
@@ -81,39 +77,15 @@ def _text(folder: Path, manifest: Manifest) -> str:
 
 
 def _metadata(recipe: Recipe) -> dict[str, Any]:
-    """Data sets of the hub, base model and licence."""
-    datasets = [
-        source.path
-        for source in recipe.data.sources
-        if isinstance(source, RowsSource)
-        and _HUB_ID.fullmatch(source.path)
-        and not Path(source.path).exists()
-    ]
-    return {"datasets": datasets or None, **_base_metadata(recipe.model)}
+    """Data sets and base model, as far as they are on the hub."""
+    paths = [one.path for one in recipe.data.sources if isinstance(one, RowsSource)]
+    datasets = [path for path in paths if _on_hub(path)]
+    base = recipe.model.hub if recipe.model.init == "pretrained" else None
+    return {"datasets": datasets or None, "base_model": base if _on_hub(base or "") else None}
 
 
-def _base_metadata(model: ModelSection) -> dict[str, Any]:
-    """Base model and licence, as far as the base's own card states them."""
-    if model.hub is None or model.init == "random":
-        return {}
-    local = Path(model.hub).is_dir()
-    card: Mapping[str, Any] = {}
-    with suppress(Exception):  # no card, no network, malformed: stated by nobody
-        card = _card_metadata(
-            Path(model.hub) / CARD if local else download_file(model.hub, CARD, model.revision)
-        )
-    kept = {key: card[key] for key in _FROM_BASE if isinstance(card.get(key), str | list)}
-    base = card.get("base_model") if local else model.hub
-    return {**kept, "base_model": base} if isinstance(base, str | list) else kept
-
-
-def _card_metadata(path: Path) -> Mapping[str, Any]:
-    from huggingface_hub import ModelCard
-
-    text = read_bytes(path).decode()
-    data: Any = ModelCard(text, ignore_metadata_errors=True).data
-    metadata: dict[str, Any] = data.to_dict()
-    return metadata
+def _on_hub(path: str) -> bool:
+    return _HUB_ID.fullmatch(path) is not None and not Path(path).exists()
 
 
 def _start(recipe: Recipe | None) -> str:

@@ -54,8 +54,6 @@ class Posted:
 
     run_id: str
     """The run's id at the tracker, the same in every start; empty where it chooses one."""
-    posted_step: int = 0
-    """The last step of which a number was posted."""
     names: Mapping[str, int] = field(default_factory=dict)
     """The last posted step of every name: none is posted twice."""
 
@@ -63,19 +61,22 @@ class Posted:
     def load(cls, path: Path) -> "Posted | None":
         """Read the state of an earlier start of this run; None if there is none."""
         try:
-            state = TypeAdapter(cls).validate_python(read_json(path))
+            return TypeAdapter(cls).validate_python(read_json(path))
         except (OSError, ValueError):
             return None
-        return state if state.posted_step >= 0 else None  # -1: of a release before this file
+
+    @property
+    def step(self) -> int:
+        """The last step of which a number was posted."""
+        return max(self.names.values(), default=0)
 
     def takes(self, step: int, name: str) -> bool:
         """Whether a number is new, and of no earlier step than the last."""
-        return step >= self.posted_step and step > self.names.get(name, -1)
+        return step >= self.step and step > self.names.get(name, -1)
 
     def with_row(self, step: int, row: Mapping[str, float]) -> "Posted":
         """The state when a row was posted."""
-        names = {**self.names, **dict.fromkeys(row, step)}
-        return replace(self, posted_step=step, names=names)
+        return replace(self, names={**self.names, **dict.fromkeys(row, step)})
 
     def save(self, path: Path) -> None:
         write_atomically(path, json.dumps(asdict(self)) + "\n")
@@ -108,10 +109,6 @@ class Trackers:
             for name, settings in wanted(logging)
         ]
 
-    def problems(self) -> Iterator[str]:
-        """A line for each tracker that stopped working, once; waits for nothing."""
-        yield from filter(None, (poster.problem() for poster in self._posters))
-
     def finish(self, timeout_s: float) -> None:
         """Let all post the remaining values at the same time, at most that long; call this
         behind the `end` event."""
@@ -119,12 +116,11 @@ class Trackers:
         for poster in self._posters:
             poster.ended.set()
         for poster in self._posters:
-            if line := poster.finish(max(0.0, until - time.monotonic()), timeout_s):
-                tell(line)
+            poster.finish(max(0.0, until - time.monotonic()), timeout_s)
 
 
 class TrackerThread:
-    """Posts the lines of one run to one tracker."""
+    """Posts the lines of one run to one tracker; tells, once, why it cannot."""
 
     def __init__(
         self,
@@ -138,30 +134,27 @@ class TrackerThread:
         self._events = events
         self.ended = threading.Event()
         """Set when the run has ended: what is left is posted, then the thread ends."""
-        self._reason: str | None = None
-        self._reported = False
+        self._failed = False
         self._thread = threading.Thread(target=self._work, daemon=True, name=f"post to {name}")
         self._thread.start()
 
-    def problem(self) -> str | None:
-        """Return, once, why the tracker does not work."""
-        if self._reason is None or self._reported:
-            return None
-        self._reported = True
-        self._events.write("warning", source=self._name, message=self._reason)
-        return redact(
-            f"{TRACKERS[self._name].title} is off: {self._reason}. Training is not affected; "
-            "metrics.jsonl has everything"
-        )
-
-    def finish(self, remaining_s: float, limit_s: float) -> str | None:
-        """Wait for its end; return a line for the user, if there is one."""
+    def finish(self, remaining_s: float, limit_s: float) -> None:
+        """Wait for its end."""
         self._thread.join(remaining_s)
-        if self._thread.is_alive() and self._reason is None:
-            self._reason = f"it did not finish within {limit_s:g} s"
-        if self._reason is None and self._name == "wandb":
-            return _how_to_upload(self._run, self._settings)
-        return self.problem()
+        if self._thread.is_alive():
+            self._fail(f"it did not finish within {limit_s:g} s")
+        if not self._failed and (line := _how_to_upload(self._run, self._settings)):
+            tell(line)
+
+    def _fail(self, reason: str) -> None:
+        if self._failed:
+            return
+        self._failed = True
+        self._events.write("warning", source=self._name, message=reason)
+        title = TRACKERS[self._name].title
+        tell(
+            f"{title} is off: {reason}. Training is not affected; metrics.jsonl has everything"
+        )
 
     def _work(self) -> None:
         try:
@@ -169,10 +162,10 @@ class TrackerThread:
         except ImportError as error:
             packages = TRACKERS[self._name].packages
             how = install(self._name) if packages else f"pip install {self._name}"
-            self._reason = redact(f"it cannot be imported ({error}); {how}")
+            self._fail(f"it cannot be imported ({error}); {how}")
         except (Exception, SystemExit) as error:
             text = str(error).strip().splitlines()
-            self._reason = redact(": ".join([type(error).__name__, *text[:1]]))
+            self._fail(": ".join([type(error).__name__, *text[:1]]))
             logger.info("%s stopped working", self._name, exc_info=error)
 
     def _post_all(self) -> None:
@@ -271,10 +264,10 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _exit_code(events: Path) -> int:
-    """How the run ended."""
-    records = read_events(events)
-    if records and records[-1].get("kind") == "end":
-        return int(records[-1].get("exit_code") or 0)
+    """How the run ended; other trackers may have written warnings since."""
+    lives = [event for event in read_events(events) if event["kind"] in ("start", "end")]
+    if lives and lives[-1]["kind"] == "end":
+        return int(lives[-1].get("exit_code") or 0)
     return EXIT_FAILED
 
 
@@ -422,7 +415,7 @@ def _config(run: RunDirectory) -> dict[str, Any]:
 def _how_to_upload(run: RunDirectory, settings: Settings) -> str | None:
     """How to upload what W&B wrote offline: each start of a run has its own folder."""
     parts = list(run.wandb.glob("offline-run-*"))
-    if settings["mode"] != "offline" or not parts:
+    if settings.get("mode") != "offline" or not parts:
         return None
     what = "the run" if len(parts) == 1 else f"all {len(parts)} starts of the run"
     return f"to upload {what} to W&B: wandb sync {quote(str(run.wandb))}"

@@ -322,8 +322,7 @@ class TrainingRun:
 
     def compare(self) -> None:
         """Write the plan's prediction next to what was measured. Collective."""
-        prediction = self.start.assignment.prediction
-        if prediction is None or not self._seconds:
+        if not self._seconds:
             return  # resumed at the end: there was nothing left to train
         device, counted = self.start.ranks.device, self._seconds[1:] or self._seconds
         measured = RunMeasurement(
@@ -334,5 +333,5 @@ class TrainingRun:
             **beyond_allocated(device),
         )
         if self.reporter is not None:
-            fields = event_fields(prediction, measured)
+            fields = event_fields(self.start.assignment.prediction, measured)
             self.reporter.events.write("prediction", step=self.progress.step, **fields)

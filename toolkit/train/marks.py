@@ -30,11 +30,10 @@ from toolkit.errors import EXIT_FAILED
 from toolkit.layout import Layout
 from toolkit.models.weights import WeightSource, checkpoint_names
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import STACKS_SIGNAL, grace_over, hang_of, hangs_after
+from toolkit.run.ending import STACKS_SIGNAL, hang_of, hangs_after
 from toolkit.run.events import EventLog, process_age_s
 from toolkit.text.terminal import printable, tell
 from toolkit.text.units import duration
-from toolkit.train.signals import StopRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,8 +65,6 @@ _FIRST_STEP_LIMITS = 3.0
 _STUCK_LIMITS = 2.0
 """Time limits after which a rank that cannot even count is killed. More than one, because a job
 that was paused as a whole looks the same when it continues."""
-_LAUNCHER_GRACE_S = 1.0
-"""A launcher that was asked to stop ends the ranks itself; this much later, they do."""
 _PAUSE_S = 1.0
 """How much later than the rank with the message the others exit: the first message is shown."""
 _TELLING_S = 10.0
@@ -92,13 +89,10 @@ class Watched:
 
     run: RunDirectory
     world: int
-    stop: StopRequest
     limit_s: float
     """`launch.hang_timeout_s`."""
     start_limit_s: float
     """`launch.start_timeout_s`."""
-    grace_s: float | None
-    """`launch.grace_s`."""
     offset: int
     """See `events_offset`."""
 
@@ -106,8 +100,7 @@ class Watched:
 class Marks:
     """What one rank does; a context manager of what is shown, which only rank 0 does.
 
-    Also answers STACKS_SIGNAL with the stacks of all threads, in the rank's log, and ends a
-    rank that was asked to stop and has not exited `grace_s` later.
+    Also answers STACKS_SIGNAL with the stacks of all threads, in the rank's log.
     """
 
     def __init__(self, rank: int, console: Console | None = None) -> None:
@@ -122,7 +115,7 @@ class Marks:
         self._display = _Display(self.console, self.seconds, shows=rank == 0)
         self._count = 0
         """Marks of something else than before: ranks that have as many are equally far."""
-        self._idle_s = self._stopping_s = self._looked_s = 0.0
+        self._idle_s = self._looked_s = 0.0
         self._waiting = False
         self._watched: Watched | None = None
         self._starting = True
@@ -251,17 +244,8 @@ class Marks:
             limit_s = self._limit_s
             if self._idle_s >= limit_s and not self._waiting:
                 self._end_hung()
-            if self._watched is None:
-                continue
-            if self._may_look(limit_s) and self._hangs():
+            if self._watched is not None and self._may_look(limit_s) and self._hangs():
                 self._end_hung()
-            grace_s = self._watched.grace_s
-            if grace_s is not None and not self._starting and self._watched.stop.reason:
-                self._stopping_s += beat_s
-                if self._stopping_s >= grace_s + _LAUNCHER_GRACE_S:
-                    run, offset = self._watched.run.path, self._watched.offset
-                    # A launcher that was not asked itself takes this for a failure.
-                    self._end(*grace_over(grace_s, run, offset), retry=False)
 
     def _hangs(self) -> list[dict[str, Any]]:
         """The `hang` events of this start."""
@@ -312,16 +296,16 @@ class Marks:
         last_resort.daemon = True
         last_resort.start()
 
-    def _end(self, message: str, code: int = EXIT_FAILED, **fields: Any) -> None:
+    def _end(self, message: str) -> None:
         """Stacks, then the message: launchers show the end of the log."""
         try:
             self._end_within(_TELLING_S)
             self._dump()
             for file in dict.fromkeys((self._log, sys.stderr)):
                 tell(f"error: {message}", file)
-            self._write("end", exit_code=code, error=message, **fields)
+            self._write("end", exit_code=EXIT_FAILED, error=message)
         finally:
-            os._exit(code)
+            os._exit(EXIT_FAILED)
 
     def _write(self, kind: Any, **fields: Any) -> None:
         if self._watched is not None:

@@ -45,8 +45,6 @@ class Reporter:
         for lost in set(lost_output()) - self._lost:
             self._lost.add(lost)
             self.events.write("warning", source="output", step=metrics.step, message=lost)
-        for problem in self.trackers.problems():
-            self.progress.message(problem)
 
     def skipped(self, step: int, result: StepResult) -> None:
         """Report that a step's update was skipped."""

@@ -42,8 +42,8 @@ class Start:
         run, launch = RunDirectory(assignment.run_dir), assignment.recipe.launch
         stop = StopRequest(run.stop if ranks.rank == 0 else None)
         offset = events_offset(run.path)
-        limits = launch.hang_timeout_s, launch.start_timeout_s, launch.grace_s
-        marks.watch(Watched(run, ranks.world, stop, *limits, offset))
+        limits = launch.hang_timeout_s, launch.start_timeout_s
+        marks.watch(Watched(run, ranks.world, *limits, offset))
         split = BatchSplit(assignment.plan.layout)
         return cls(assignment, ranks, together, marks, stop, offset, split)
 

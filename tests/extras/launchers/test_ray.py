@@ -1,4 +1,4 @@
-"""Ray Train as the launcher: the same losses, exit codes and signals as under any other."""
+"""Ray as the launcher: the same losses, exit codes and signals as under any other."""
 
 import os
 import secrets
@@ -63,7 +63,7 @@ def test_kills_behind_new_checkpoints_are_no_failures_in_a_row(project: Project,
 
 @pytest.mark.soak
 def test_an_elastic_run_loses_a_node_and_takes_another_in(project: Project):
-    """Ray nodes with a CPU each, on this machine. Ray looks for new ones once a minute."""
+    """Ray nodes with a CPU each, on this machine. The node that joins costs no step."""
     expected = sixty_steps(project)
     run_dir, port = project.folder / "ray-elastic", free_port()
     one_cpu = ("--num-cpus=1", "--block", "--disable-usage-stats")

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import RayError
 
 from tests.launchers.watching import WarmProcess, alive
 from tests.processes import wait_until
@@ -20,6 +20,7 @@ from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.run.directory import RunDirectory
+from toolkit.run.recorded import read_events
 
 _DRIVER = """
 import json, sys, time
@@ -104,23 +105,47 @@ def test_a_driver_that_is_killed_is_told(tmp_path: Path) -> None:
 
 
 def test_an_agent_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no threads of Ray, counts attempts as the first one does, and its death is one."""
+    """It has no threads of Ray, counts the starts before, and its death is one."""
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "fd00::7")
-    monkeypatch.setattr("ray.train.get_context", lambda: SimpleNamespace(get_world_rank=int))
-    rank_zero = "ray.train.collective.broadcast_from_rank_zero"
-    monkeypatch.setattr(rank_zero, lambda own: (own[0], own[1] + 2))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    (tmp_path / "events.jsonl").write_text('{"kind": "failure"}\n')
+    (tmp_path / "events.jsonl").write_text('{"kind": "failure"}\n' * 3)
     does = (
         "import os, sys; env = os.environ.get; print(sys.argv[2], env('OMP_NUM_THREADS'), "
         "env('DMT_ELASTIC_MEETING'), flush=True); os.kill(os.getpid(), 9)"
     )
     argv, run = [sys.executable, "-c", does], str(tmp_path)
-    config = {"argv": argv, "run_dir": run, "folder": run, "several": True, "offset": 0}
+    config = {"argv": argv, "run_dir": run, "folder": run, "meeting": "h:1", "offset": 0}
     with pytest.raises(RuntimeError, match="killed by signal 9"):
-        ray_driver._agent({**config, "env": {}})
-    printed = agent_log(RunDirectory(tmp_path), 0).read_text()
-    assert re.fullmatch(r"launch\.rendezvous=\[fd00::7\]:\d+ None 3\n", printed)
+        ray_driver._agent({**config, "env": {}}, 5)
+    printed = agent_log(RunDirectory(tmp_path), 5).read_text()
+    assert printed == "launch.rendezvous=h:1 None 3\n"
+
+
+@pytest.mark.parametrize(("restarts", "code"), [(1, 4), (2, 75)])
+def test_lost_agents_are_started_again_so_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, code: int
+) -> None:
+    """Machine 1 is lost twice; then an agent says how the run ended."""
+    ends = iter([RayError("node died\nof what"), RayError("again"), 75])
+    started: list[int] = []
+
+    def get(_: object) -> int:
+        if isinstance(end := next(ends), RayError):
+            raise end
+        return end
+
+    monkeypatch.setattr("ray.wait", lambda ids, **_: (ids[-1:], ids[:-1]))
+    monkeypatch.setattr("ray.get", get)
+    run = RunDirectory(tmp_path)
+
+    def start(number: int) -> int:
+        started.append(number)
+        return len(started)
+
+    assert ray_driver._run_agents(start, 2, restarts, run) == code
+    assert started == [0, 1, *[1] * restarts]
+    reasons = [event["reason"] for event in read_events(run.events)]
+    assert reasons == ["machine 1: node died", "machine 1: again"]
 
 
 def test_an_agent_needs_all_its_gpus_on_one_machine(
@@ -153,10 +178,9 @@ def test_an_error_of_ray_is_one_line(
 def test_what_is_missing_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`ray` alone lacks what Ray Train imports."""
-    monkeypatch.setitem(sys.modules, "ray.train", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
     assert ray_driver.main({}) == 3
-    fix = "pip install 'ray[train]>=2.60'"
+    fix = "pip install 'ray>=2.60'"
     assert capsys.readouterr().err.endswith(f"\n  fix: {fix}\n")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(BackendUnavailable, match="Ray is not installed") as raised:

@@ -2,13 +2,13 @@
 
 from toolkit.launchers import Launcher, Program
 
-INSTALL = "pip install 'ray[train]>=2.60'"
+INSTALL = "pip install 'ray>=2.60'"
 
 RAY = Launcher(
     "ray",
     "toolkit.extras.launchers.ray_job:RayStarter",
     here=False,
     elastic=True,
-    packages={"ray[train]": "ray"},
+    packages={"ray": "ray"},
     programs=(Program("ray", INSTALL),),
 )

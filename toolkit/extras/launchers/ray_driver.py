@@ -1,8 +1,8 @@
 """The driver of `launcher: ray`: `python -m toolkit.extras.launchers.ray_driver JSON`.
 
-Every Ray Train worker is a machine of the run and starts `dmt launch` there. These agents meet,
-start the ranks, and start them again when one fails, as on machines without Ray. Ray starts all
-agents again when a machine is lost, and, with `launch.elastic`, when one joins.
+A Ray task on every machine of the run starts `dmt launch` there. These agents meet at the
+driver's store, start the ranks, and start them again when one fails, as on machines without
+Ray. An agent that is lost with its machine is started again where Ray has room, also later.
 """
 
 import json
@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from toolkit.extras.launchers.ray import INSTALL
 from toolkit.extras.launchers.ray_job import agent_log, untold_end
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.base import NODE_ADDRESS, free_port, settings_here
-from toolkit.launchers.process import die_with_parent
+from toolkit.launchers.process import FAILED_GRACE_S, die_with_parent
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
@@ -32,12 +32,12 @@ from toolkit.text.terminal import tell
 
 
 def main(given: Mapping[str, Any]) -> int:
-    """Run the job of `argv`, `env` and `run_dir`; returns the first agent's exit code, or one
-    of errors.py, about which it tells."""
+    """Run the job of `argv`, `env` and `run_dir`; returns the exit code of the agent that ends
+    first, or one of errors.py, about which it tells."""
     try:
         return _train(given)
     except ImportError as error:
-        tell(f"error: Ray Train cannot be imported ({error})\n  fix: {INSTALL}")
+        tell(f"error: Ray cannot be imported ({error})\n  fix: {INSTALL}")
         return EXIT_UNAVAILABLE
     except Exception as error:  # noqa: BLE001 - Ray's own are of many kinds
         tell(f"error: Ray: {type(error).__name__}: {_first_line(error)}")
@@ -45,82 +45,69 @@ def main(given: Mapping[str, Any]) -> int:
 
 
 def _train(given: Mapping[str, Any]) -> int:
-    """Join or start Ray, run the job, and wait for its end."""
+    """Join or start Ray, run an agent on each machine, and wait for the end of the run."""
     import ray
-    from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
-    from ray.train.torch import TorchTrainer
 
     run = RunDirectory(Path(given["run_dir"]))
     recipe = load_recipe(run.handed_over)
     cluster, elastic = recipe.cluster, recipe.launch.elastic
-    machines: Any = cluster.nodes
-    if elastic is not None:
-        machines = (elastic.min_nodes, elastic.max_nodes)
     device = "CPU" if cluster.gpu == "cpu" else "GPU"
     fewest = cluster.nodes if elastic is None else elastic.min_nodes
     if not _connected(recipe, device, fewest):
         return EXIT_UNAVAILABLE
-    # Type checkers see the classes of Ray Train 1.
-    agent: Any = _agent
-    trainer: Any = TorchTrainer(
-        agent,
-        train_loop_config={
-            **given,
-            "several": recipe.launch.most_nodes(cluster.nodes) > 1,
-            "offset": events_offset(run.path),
-            "folder": str(Path.cwd()),
-            "env": {**settings_here(), **given["env"]},
-        },
-        torch_config=_no_process_group(),
-        scaling_config=ScalingConfig(
-            num_workers=machines,
-            use_gpu=device == "GPU",
-            resources_per_worker={device: cluster.gpus_per_node},
-            placement_strategy="SPREAD",
-        ),
-        run_config=RunConfig(
-            name=run.path.name,
-            storage_path=str(run.path / "launch" / "ray"),
-            failure_config=FailureConfig(max_failures=recipe.launch.max_restarts),
-            callbacks=[_failures(run)],
-        ),
-    )
+    machines = recipe.launch.most_nodes(cluster.nodes)
+    config = {
+        **given,
+        "offset": events_offset(run.path),
+        "folder": str(Path.cwd()),
+        "env": {**settings_here(), **given["env"]},
+    }
+    if machines > 1:
+        _store, config["meeting"] = _meeting_point()  # it listens as long as it exists
+    devices: Any = {"num_cpus": 0, f"num_{device.lower()}s": cluster.gpus_per_node}
+    task = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **devices)(_agent)
     try:
-        code = trainer.fit().return_value
-    except TrainingFailedError as error:
-        tell(f"error: Ray gave up: {_cause(error)}")
-        return EXIT_FAILED
+        restarts = recipe.launch.max_restarts
+        return _run_agents(lambda n: task.remote(config, n), machines, restarts, run)
     finally:
         ray.shutdown()
-    if code is None:
-        tell("error: Ray lost how the first agent ended")
-    return EXIT_FAILED if code is None else int(code)
 
 
-def _no_process_group() -> Any:
-    """The configuration of workers that join no process group: the ranks do."""
-    from ray.train.backend import Backend
-    from ray.train.torch import TorchConfig
+def _meeting_point() -> tuple[Any, str]:
+    """A store on this machine, where agents meet, and its address."""
+    import ray
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    class NoProcessGroup(TorchConfig):
-        @property
-        def backend_cls(self) -> type[Backend]:
-            return Backend
-
-    return NoProcessGroup()
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    port = free_port()
+    store = TCPStore(address, port, is_master=True, wait_for_workers=False)
+    return store, f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _failures(run: RunDirectory) -> Any:
-    """The callback that records lost agents, whose ranks cannot."""
-    from ray.train import UserCallback
+def _run_agents(
+    start: Callable[[int], Any], machines: int, max_restarts: int, run: RunDirectory
+) -> int:
+    """Start an agent for each machine, and again what is lost, `max_restarts` times in all."""
+    import ray
 
-    class Failures(UserCallback):
-        def after_exception(self, run_context: Any, worker_exceptions: dict[int, Any]) -> None:
-            del run_context
-            reason = _of_first(worker_exceptions)
+    running = {start(number): number for number in range(machines)}
+    while True:
+        (ended,), others = ray.wait([*running], num_returns=1)
+        number = running.pop(ended)
+        try:
+            code: int = ray.get(ended)
+        except ray.exceptions.RayError as error:
+            reason = f"machine {number}: {_first_line(getattr(error, 'cause', error))}"
             EventLog(run.events).write("failure", exit_code=EXIT_FAILED, reason=reason)
-
-    return Failures()
+            if not max_restarts:
+                tell(f"error: Ray gave up: {reason}")
+                return EXIT_FAILED
+            max_restarts -= 1
+            running[start(number)] = number
+        else:
+            if others:  # they end, too, or wait for a place
+                ray.wait(others, num_returns=len(others), timeout=FAILED_GRACE_S)
+            return code
 
 
 def _connected(recipe: Recipe, device: str, fewest: int) -> bool:
@@ -157,25 +144,21 @@ def _connected(recipe: Recipe, device: str, fewest: int) -> bool:
     return True
 
 
-def _agent(config: dict[str, Any]) -> int:
-    """One Ray Train worker: run `dmt launch` on this machine; returns its exit code."""
+def _agent(config: dict[str, Any], number: int) -> int:
+    """The task of one machine: run `dmt launch` there; returns its exit code."""
     import ray
-    from ray.train import get_context
-    from ray.train.collective import broadcast_from_rank_zero
 
     run = RunDirectory(Path(config["run_dir"]))
     address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-    host = f"[{address}]" if ":" in address else address
     kinds = [event["kind"] for event in read_events(run.events, config["offset"])]
-    before = max(kinds.count("start"), kinds.count("failure"))  # some die before their start
-    # The first agent's, for all: a shared disk may show them different events.
-    meeting, before = broadcast_from_rank_zero((f"{host}:{free_port()}", before))
-    set_by_ray = ["--set", f"launch.rendezvous={meeting}"] if config["several"] else []
-    # Ray's own threads are those of one worker, not of a machine's ranks.
+    starts = max(kinds.count("start"), kinds.count("failure"))  # some die before their start
+    meeting = config.get("meeting")
+    set_by_ray = ["--set", f"launch.rendezvous={meeting}"] if meeting else []
+    # Ray's own threads are those of one task, not of a machine's ranks.
     inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     process = subprocess.Popen(
         [*config["argv"], *set_by_ray],
-        env={**inherited, **config["env"], MEETING: str(before), NODE_ADDRESS: address},
+        env={**inherited, **config["env"], MEETING: str(starts), NODE_ADDRESS: address},
         cwd=config["folder"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -187,22 +170,10 @@ def _agent(config: dict[str, Any]) -> int:
     printed: Any = process.stdout
     run.logs.mkdir(parents=True, exist_ok=True)
     with process:
-        copy_to_log(printed, agent_log(run, get_context().get_world_rank()))
+        copy_to_log(printed, agent_log(run, number))
     if how := untold_end(process.returncode):
-        raise RuntimeError(f"dmt launch ended: {how}")  # Ray starts all agents again
+        raise RuntimeError(f"dmt launch ended: {how}")  # the driver starts it again
     return process.returncode
-
-
-def _cause(error: Any) -> str:
-    """What Ray says about a failure, e.g. a machine that is gone."""
-    if workers := getattr(error, "worker_failures", None):
-        return _of_first(workers)
-    return _first_line(getattr(error, "controller_failure", error))
-
-
-def _of_first(failures: Mapping[int, BaseException]) -> str:
-    number = min(failures)
-    return f"machine {number}: {_first_line(failures[number])}"
 
 
 def _first_line(error: BaseException) -> str:

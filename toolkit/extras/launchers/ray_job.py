@@ -1,4 +1,4 @@
-"""`ray`: Ray Train's `TorchTrainer`, in whose workers, one per machine, `dmt launch` runs.
+"""`ray`: tasks of Ray, one per machine, in which `dmt launch` runs.
 
 Ray's driver (ray_driver.py) is a child in a session of its own: neither a terminal nor
 `kill -PGID` reaches it and what it starts, only this launcher. The run directory is on a disk
@@ -37,21 +37,16 @@ from toolkit.text.terminal import tell
 
 _POLL_S = 1.0
 _DRIVER = ("-u", "-m", "toolkit.extras.launchers.ray_driver")
-_OF_RAY_TRAIN = ("ray", "fsspec", "pandas", "pyarrow", "pydantic", "requests")
-"""Modules without which `ray.train` cannot be imported, which takes seconds to try."""
 
 
 class RayStarter:
-    """A Ray Train job, whose driver is a child of this process."""
+    """A job of Ray, whose driver is a child of this process."""
 
     def spec(self, job: Job) -> LaunchSpec:
         """Return the command of each machine; see Starter."""
-        missing = [one for one in _OF_RAY_TRAIN if importlib.util.find_spec(one) is None]
-        if missing:
-            needs = f"Ray Train, which needs {', '.join(missing)},"
-            what = "Ray" if "ray" in missing else needs
+        if importlib.util.find_spec("ray") is None:
             raise BackendUnavailable(
-                f"launch.launcher is ray: {what} is not installed", fix=INSTALL
+                "launch.launcher is ray: Ray is not installed", fix=INSTALL
             )
         launch = (*DMT, "launch", str(job.recipe_file), "--run-dir", str(job.run_dir))
         return LaunchSpec(
@@ -119,8 +114,7 @@ class _Watch:
         if not self._stopping:
             self._stopping = True
             tell(STOPPING)
-            # Ranks keep `launch.grace_s` themselves, but not those of a lost machine.
-            self._saving.start(self._spec.grace_s + ORPHAN_GRACE_S)
+            self._saving.start(self._spec.grace_s)
         with suppress(OSError):  # rank 0 removes it, and may be started again after that
             self._run.stop.touch()
         with suppress(OSError):  # of a shared disk; the next look may do better
