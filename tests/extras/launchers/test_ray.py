@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.conftest import Project
@@ -34,6 +35,15 @@ def listens(port: int) -> bool:
     """Whether a server of this machine takes connections there."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
         return True
+    return False
+
+
+def has_met(process: psutil.Process) -> bool:
+    """Whether a process is an agent that has reached the meeting point."""
+    with suppress(psutil.Error):
+        words = [one for one in process.cmdline() if one.startswith("launch.rendezvous=")]
+        ports = [int(one.rpartition(":")[2]) for one in words]
+        return any(one.raddr and one.raddr.port in ports for one in process.net_connections())
     return False
 
 
@@ -87,11 +97,14 @@ def test_an_elastic_run_loses_a_node_and_takes_another_in(project: Project):
             process.kill()
         command.wait_for(lambda: resized(run_dir) == [(2, 1)], "the run on one node")
         command.wait_for(lambda: steps_logged(run_dir) >= 8, "steps on it")
-        command.ranks()[0].suspend()
-        with started(node, project.folder, env):
-            command.wait_for(lambda: len(resized(run_dir)) == 2, "the new node")
-            command.end(code=0)
+        rank = command.ranks()[0]
+        rank.suspend()
+        third = nodes.enter_context(started(node, project.folder, env))
+        third.wait_for(lambda: any(map(has_met, third.alive())), "its agent")
+        rank.resume()
+        command.end(code=0)
     assert resized(run_dir) == [(2, 1), (1, 2)]
+    assert events(run_dir, "resume")[-1]["dropped_metrics_lines"] == 0
     assert losses(run_dir) == expected
 
 
