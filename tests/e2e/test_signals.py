@@ -71,16 +71,6 @@ def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):
     assert warning["message"] == "standard error: No space left on device"
 
 
-def test_ctrl_c_before_the_first_step(project: Project):
-    run_dir = project.folder / "early"
-    with started(project.command("early", ENDLESS), project.folder, cold=True) as command:
-        command.wait_for(lambda: len(command.ranks()) == 2, "both workers")
-        command.interrupt()
-        ended = command.end(code=75)
-    assert "Traceback" not in ended.err
-    assert checkpoints(run_dir) == []
-
-
 def test_a_signal_behind_the_last_step_costs_nothing(project: Project):
     """Automodel#405: the weights of a whole run must not hang on its last second."""
     run_dir = project.folder / "late"

@@ -62,19 +62,6 @@ def test_what_is_done_of_a_phase_restarts_the_time_limit():
         assert printed(marks) == ""
 
 
-def test_what_phases_took_is_added_up_and_told(monkeypatch):
-    phases = Marks(0, Console(file=io.StringIO()))
-    phases.seconds["loading the libraries"] = 2.0
-    clock = iter([10.0, 11.5, 11.5, 11.51, 11.51, 12.01])
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
-    with closing(phases), phases:
-        for doing in ("reading the data", "building operators", "reading the data"):
-            phases.begin(doing)
-    assert phases.summary() == (
-        "ready after 4.01 s: loading the libraries 2.00 s, reading the data 2.00 s"
-    )
-
-
 @pytest.mark.parametrize("by", ["parameters", "checkpoint tensors"])
 def test_weights_are_counted_while_a_model_is_filled(by):
     """transformers' models are filled by their parameters, megatron-core's by rectangles."""
