@@ -16,7 +16,7 @@ from tests.processes import wait_until
 from toolkit.errors import BackendUnavailable
 from toolkit.extras.launchers import ray_driver, ray_job
 from toolkit.extras.launchers.ray_job import agent_log
-from toolkit.launchers.base import Job
+from toolkit.launchers.base import Job, free_port
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.run.directory import RunDirectory
@@ -157,11 +157,20 @@ def test_an_agent_needs_all_its_gpus_on_one_machine(
         "ray.nodes", lambda: [{**alive, "Resources": {"GPU": n}} for n in (8, 4)]
     )
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    launch = LaunchSection()
-    recipe: Any = SimpleNamespace(cluster=ClusterSection(gpus_per_node=6), launch=launch)
+    recipe: Any = SimpleNamespace(cluster=ClusterSection(gpus_per_node=6))
     assert ray_driver._connected(recipe, "GPU", 2)
     lacking = "waiting: 2 machine(s) must have 6 GPU(s) each, Ray has 8 at node, 4 at node\n"
     assert capsys.readouterr().err == lacking
+
+
+def test_an_address_without_ray_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray itself would try for minutes."""
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
+    recipe: Any = SimpleNamespace(cluster=ClusterSection())
+    assert not ray_driver._connected(recipe, "CPU", 1)
+    assert capsys.readouterr().err.startswith("error: no Ray at RAY_ADDRESS=127.0.0.1:")
 
 
 def test_an_error_of_ray_is_one_line(

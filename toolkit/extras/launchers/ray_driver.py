@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -29,6 +30,9 @@ from toolkit.run.events import EventLog
 from toolkit.run.recorded import read_events
 from toolkit.text.redact import copy_to_log
 from toolkit.text.terminal import tell
+
+_ANSWER_S = 10.0
+"""Time that a Ray cluster has to take a connection."""
 
 
 def main(given: Mapping[str, Any]) -> int:
@@ -117,13 +121,16 @@ def _connected(recipe: Recipe, device: str, fewest: int) -> bool:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = os.environ.get("RAY_ADDRESS")
     try:
+        host, _, port = (address or "").rpartition(":")
+        if port.isdigit() and "//" not in host:  # where nothing listens, Ray tries for minutes
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
         ray.init(
             address=address or "local",
             include_dashboard=False if address is None else None,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except ConnectionError as error:
+    except OSError as error:
         tell(f"error: no Ray at RAY_ADDRESS={address}: {_first_line(error)}")
         tell("  fix: `ray start --head` there, or unset it")
         return False
