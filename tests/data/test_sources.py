@@ -223,33 +223,6 @@ def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(opened) == 1
 
 
-def test_hf_saved_to_disk(tmp_path: Path) -> None:
-    """One split or several, whole or a slice; the files alone are a source, too."""
-    import datasets
-
-    rows = datasets.Dataset.from_list(ROWS)
-    rows.save_to_disk(tmp_path / "one", num_shards=2)
-    more = datasets.Dataset.from_list([{"text": "other"}])
-    datasets.DatasetDict({"train": rows, "test": more}).save_to_disk(tmp_path / "two")
-    (tmp_path / "one" / "data-00000-of-00001.arrow").write_bytes(b"of an earlier save")
-    assert list(open_hf(tmp_path, "one")) == TEXTS
-    assert list(open_hf(tmp_path, "one/data-*-of-00002.arrow")) == TEXTS
-    assert list(open_hf(tmp_path, "two")) == TEXTS
-    assert list(open_hf(tmp_path, "two", split="train[1:]")) == TEXTS[1:]
-    assert list(open_hf(tmp_path, "two", split="test")) == ["other"]
-    for path, split, says in [
-        ("one", "test", "was saved with train"),
-        ("two", "dev", "was saved with test, train"),
-        ("two", "train+test", "was saved with test, train"),
-    ]:
-        with pytest.raises(DataError, match=says) as raised:
-            open_hf(tmp_path, path, split=split)
-        assert raised.value.fix
-    (tmp_path / "one" / "state.json").write_text('{"_data_files": [{"filename": 3}]}')
-    with pytest.raises(DataError, match=r"cannot read `state\.json`"):
-        open_hf(tmp_path, "one")
-
-
 def test_a_folder_is_no_source(tmp_path: Path) -> None:
     """A glob says which of its files belong to a split."""
     (tmp_path / "folder").mkdir()

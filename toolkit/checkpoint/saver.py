@@ -86,7 +86,6 @@ class Saver:
         failpoint("checkpoint.begin")
         if manifest.adapter is not None:
             state = (shard for shard in state if shard.trains)
-        self._copies.begin()
         copies = self._copies if self.asynchronous else None
         entries = list(entries_of(state, copies))
         copied = self._copies.end()

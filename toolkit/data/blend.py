@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -12,13 +11,11 @@ from toolkit.data.interleave import Interleaving
 from toolkit.data.order import EpochOrder, Order
 from toolkit.data.rows import Int64Array, Row, Samples
 
-Part = TypeVar("Part", bound=Samples)
 
-
-class JoinedSamples(Generic[Part]):
+class JoinedSamples:
     """The samples of several sources, numbered one source after the other."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[Samples]) -> None:
         """`parts` have rows of the same format, length and number."""
         self.parts = tuple(parts)
         self.sequence_length = parts[0].sequence_length

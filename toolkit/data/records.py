@@ -27,13 +27,10 @@ from toolkit.data.remote import DataFile, shown
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import HfSource, RowsSource
-from toolkit.system.untrusted import read_json
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files: `datasets` calls all of their rows `train`."""
-_STATE = "state.json"
-"""What `save_to_disk` writes next to the files of a split; it names them."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +99,7 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
     """Files that `path` names, sorted; None for a hub id.
 
     A local path wins over a hub id of the same name, as in `datasets`. Raises DataError where
-    there is no file, for a folder that `save_to_disk` did not write, and for files of several
-    kinds.
+    there is no file, for a folder, and for files of several kinds.
     """
     path, name = base / Path(source.path).expanduser(), shown(source.path)
     looks_local = (
@@ -121,7 +117,11 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
             fix="remove `revision`; it chooses a version of a hub dataset",
         )
     if path.is_dir():
-        return [*_saved_files(path, source)]
+        raise DataError(
+            f"`{name}` is a folder",
+            fix=f"name the files of a split by a glob, e.g. `{name}/train*.parquet`, or "
+            f"`{name}/train/*.arrow` of `save_to_disk`",
+        )
     files = find_files([source.path], base)
     if not _OF_FILES.match(source.split) or len({*_split_names(source)}) > 1:
         raise DataError(
@@ -136,33 +136,6 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
             fix="name files of one kind: .json or .jsonl, .parquet, .arrow, .txt",
         )
     return files
-
-
-def _saved_files(folder: Path, source: RowsSource) -> list[Path]:
-    """The files of one split of a folder that `save_to_disk` wrote, in their order.
-
-    Raises DataError where it is no such folder, or does not hold the split.
-    """
-    name, split = shown(source.path), " and ".join(sorted({*_split_names(source)}))
-    saved = {one.parent.name: one for one in sorted(folder.glob(f"*/{_STATE}"))}
-    try:
-        if (alone := folder / _STATE).is_file():
-            saved = {read_json(alone).get("_split") or "train": alone}
-        if split in saved:
-            files = read_json(saved[split])["_data_files"]
-            return [saved[split].with_name(one["filename"]) for one in files]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        fix = "save the dataset again, or name its .arrow files by a glob"
-        raise DataError(f"cannot read `{_STATE}` of {folder}: {error!r}", fix=fix) from error
-    if saved:
-        raise DataError(
-            f"`split: {source.split}` is given, but `{name}` was saved with {', '.join(saved)}",
-            fix="name one of its splits, whole or a slice",
-        )
-    raise DataError(
-        f"`{name}` is a folder, but none that `save_to_disk` wrote",
-        fix=f"name the files of a split by a glob, e.g. `{name}/train*.parquet`",
-    )
 
 
 # What `datasets` does

@@ -214,7 +214,7 @@ class RowsSource(SourceSection):
     kind: str
     path: NonEmpty
     """Hub id (`allenai/c4`), or a local file or glob of .json, .jsonl, .parquet, .arrow or
-    .txt, or a folder of `save_to_disk`, relative to the recipe's file."""
+    .txt, relative to the recipe's file."""
     name: NonEmpty | None = None
     """Dataset configuration name, e.g. `en`."""
     revision: NonEmpty | None = None

@@ -131,11 +131,6 @@ def test_what_has_nothing_to_train(tmp_path: Path) -> None:
         build(tmp_path)
     with pytest.raises(DataError, match="all 1 conversations are longer than 128"):
         build(tmp_path, {"too_long": "drop"})
-    weightless = chat("Hi", "Hello")
-    weightless["messages"][1]["loss"] = False
-    write(tmp_path / "rows.jsonl", [weightless, weightless])
-    with pytest.raises(DataError, match=r"2 of 2 samples .*: of 2 .* have `weight: 0`"):
-        build(tmp_path)
     write(tmp_path / "rows.jsonl", [])
     with pytest.raises(DataError, match="no rows"):
         build(tmp_path)
@@ -192,19 +187,16 @@ def test_preferences_share_the_mask_of_their_prompt(tmp_path: Path) -> None:
     assert len(samples_of(build(tmp_path, {"kind": "preference"}))) == 2
 
 
-def test_pairs_that_are_equal_when_they_are_cut_are_counted(
+def test_pairs_with_equal_answers_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    answers = [[{"role": "assistant", "content": "x" * 200 + end}] for end in "abb"]
-    row = {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": answers[0]}
+    answers = [[{"role": "assistant", "content": end}] for end in "abb"]
+    row = {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": answers[1]}
     write(tmp_path / "rows.jsonl", [{**row, "rejected": one} for one in answers])
     data = build(tmp_path, {"kind": "preference"})
-    report = report_of(data)
-    assert (report.equal, report.equal_when_cut, len(data.train)) == (1, 2, 3)
-    assert "2 with answers that differ only after the cut (the first: " in caplog.text
-    assert "1 with two equal answers (the first: " in caplog.text
-    assert "rows.jsonl:2)" in caplog.text and "rows.jsonl:1)" in caplog.text
-    assert report_of(build(tmp_path, {"kind": "preference"}, 512)).equal == 1
+    assert (report_of(data).equal, len(data.train)) == (2, 3)
+    assert "2 with two equal answers (the first: " in caplog.text
+    assert "rows.jsonl:2)" in caplog.text
 
 
 def test_what_nothing_reads_is_named_once(

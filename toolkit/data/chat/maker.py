@@ -6,7 +6,7 @@ which is negative. A preference is two of them.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -38,6 +38,8 @@ _NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values of a column that nothing reads whose loss means nothing."""
 Batch: TypeAlias = list[tuple[int, object, object]]
 """Rows: their number in the data set, place and value."""
+_Texts: TypeAlias = tuple[int, tuple[MarkedText, ...]]
+"""A sample before it is tokenised: number of its row, and texts."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class SampleMaker:
         """The samples of a batch. Raises DataError for a malformed row, unless such are
         dropped."""
         report = self._report = ChatReport(rows=len(batch))
-        columns, keys, rendered = dict[str, None](), dict[str, None](), list[_SampleTexts]()
+        columns, keys, rendered = dict[str, None](), dict[str, None](), list[_Texts]()
         for number, place, row in batch:
             try:
                 examples = self._parsed(row)
@@ -83,8 +85,7 @@ class SampleMaker:
                 check_dropped(self._source, f"{place}: {error}")
                 report.count("malformed", f"{place}: {error}")
             else:
-                muted = any(map(_mutes, examples))
-                rendered += [_SampleTexts(number, place, muted, texts) for texts in samples]
+                rendered += [(number, texts) for texts in samples]
                 columns |= dict.fromkeys(self._unread(row))
                 keys |= {key: None for one in examples for key in template_keys(one)}
         stored = list(self._stored(rendered))
@@ -141,20 +142,18 @@ class SampleMaker:
         names = unread_columns(self._source, row)
         return [name for name in names if row[name] not in _NOTHING]
 
-    def _stored(self, rendered: list["_SampleTexts"]) -> Iterator[tuple[int, Int64Array]]:
+    def _stored(self, rendered: list[_Texts]) -> Iterator[tuple[int, Int64Array]]:
         """Stored samples, each with the number of its row."""
-        tokens = iter(self._template.encode([text for one in rendered for text in one.texts]))
-        for one in rendered:
-            sample = [next(tokens) for _ in one.texts]
-            for piece in self._fitted(one, sample):
+        tokens = iter(self._template.encode([text for _, one in rendered for text in one]))
+        for number, texts in rendered:
+            sample = [next(tokens) for _ in texts]
+            for piece in self._fitted(sample):
                 for marked in piece:
                     self._report.tokens += len(marked.ids)
                     self._report.trained_tokens += int(marked.trained[1:].sum())
-                    yield one.number, np.where(marked.trained, marked.ids, ~marked.ids)
+                    yield number, np.where(marked.trained, marked.ids, ~marked.ids)
 
-    def _fitted(
-        self, rendered: "_SampleTexts", sample: list[MarkedTokens]
-    ) -> list[list[MarkedTokens]]:
+    def _fitted(self, sample: list[MarkedTokens]) -> list[list[MarkedTokens]]:
         """The samples, none longer than a row and each with trained tokens, made of one."""
         long = max(len(one.ids) for one in sample) > self._length
         self._report.too_long += long
@@ -169,37 +168,12 @@ class SampleMaker:
             starts = range(0, len(whole.ids) - 1, self._length - 1)
             pieces = [[whole.between(start, start + self._length)] for start in starts]
         kept = [piece for piece in pieces if _has_trained(piece)]
-        if long and kept and _equal_when_cut(sample, kept[0]):
-            self._report.count("equal_when_cut", rendered.place)
         self._report.samples += len(kept)
         self._report.untrained += not kept
-        cut_off = not kept and _has_trained(sample)
-        self._report.cut_off += cut_off
-        self._report.weightless += not kept and not cut_off and rendered.muted
+        self._report.cut_off += not kept and _has_trained(sample)
         return kept
-
-
-class _SampleTexts(NamedTuple):
-    """A sample before it is tokenised."""
-
-    number: int
-    """Number of its row."""
-    place: object
-    muted: bool
-    """Messages of the assistant have `weight: 0`."""
-    texts: tuple[MarkedText, ...]
-
-
-def _mutes(example: Example) -> bool:
-    return isinstance(example, Conversation) and bool(example.muted_turns)
 
 
 def _has_trained(sample: list[MarkedTokens]) -> bool:
     """Whether each of the rows has a token that is trained, and predicted by one before it."""
     return all(one.trained[1:].any() for one in sample)
-
-
-def _equal_when_cut(sample: list[MarkedTokens], cut: list[MarkedTokens]) -> bool:
-    """Whether the rows of a pair are equal only when they are cut."""
-    whole, kept = ([one.ids.tolist() for one in rows] for rows in (sample, cut))
-    return len(sample) > 1 and kept[0] == kept[1] and whole[0] != whole[1]

@@ -26,15 +26,10 @@ class ChatReport:
     counted if other pieces remain."""
     cut_off: int = 0
     """Untrained samples whose trained tokens lay after the cut."""
-    weightless: int = 0
-    """Untrained samples whose turns of the assistant have `weight: 0`."""
     rewritten: int = 0
     equal: int = 0
     """Preferences whose two answers are equal."""
     first_equal: str = ""
-    equal_when_cut: int = 0
-    """Preferences whose two answers differ only after the cut."""
-    first_equal_when_cut: str = ""
     plain: int = 0
     """Rows of texts, which no template renders."""
     samples: int = 0
@@ -75,11 +70,6 @@ class ChatReport:
             (self.too_long, f"too long and {did}"),
             (self.untrained, "without a trained token dropped"),
             (self.equal, f"with two equal answers (the first: {self.first_equal})"),
-            (
-                self.equal_when_cut,
-                f"with answers that differ only after the cut (the first: "
-                f"{self.first_equal_when_cut})",
-            ),
             (self.rewritten, "made into one sample per assistant turn"),
         ]
         said = ", ".join(f"{number:,} {what}" for number, what in parts if number)
@@ -102,13 +92,12 @@ class ChatReport:
                 said += f"; of {self.cut_off:,} they lie after the first "
                 said += f"{sequence_length:,} tokens"
                 fix = "raise `training.sequence_length`, or set `too_long: drop`"
-            elif 2 * self.weightless >= self.untrained:
-                said += f": of {self.weightless:,} the assistant's messages have `weight: 0`"
-                fix = "set the weight of messages that are to be trained to 1"
             else:
                 said += ": their conversations have no turn of the assistant that `loss_on` "
                 said += "trains"
-                fix = "check roles and `loss_on`, and the template's `{% generation %}` blocks"
+                fix = (
+                    "check roles, weights and `loss_on`, and `{% generation %}` in the template"
+                )
         elif self.too_long:
             said = f"all {self.too_long:,} conversations are longer than "
             said += f"{sequence_length:,} tokens"

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 Span: TypeAlias = tuple[int, int]
 
-_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_NOW_OF_VARIABLE = re.compile(r"strftime_now\s*\(")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TOOL_USE = "tool_use"
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
@@ -295,17 +293,13 @@ def _check_complete(conversation: Conversation, text: str) -> None:
 
 
 def _dated(text: str) -> str:
-    """The template with `_TODAY` where it inserts today's date."""
-    text = _NOW.sub(lambda match: repr(_TODAY.strftime(match[2])), text)
-    return _today_macro() + text if _NOW_OF_VARIABLE.search(text) else text
-
-
-def _today_macro() -> str:
-    """A macro `strftime_now` that gives `_TODAY`: transformers passes no functions."""
+    """The template, with a macro `strftime_now` that gives `_TODAY` if it inserts a date."""
+    if "strftime_now" not in text:
+        return text
     codes = [f"%{code}" for code in ("-d", "-m", *"aAbBcdDeFgGhHIjmMnpSuUVwWxXyYzZ", "%")]
     formatted = "".join(f"|replace({code!r}, {_TODAY.strftime(code)!r})" for code in codes)
     macro = "{% macro strftime_now(format) %}{{ format" + formatted + " }}{% endmacro %}"
-    return macro + "{{ '' }}"  # keeps a line feed that begins the template
+    return macro + "{{ '' }}" + text  # which keeps a line feed that begins the template
 
 
 def _without(span: Span, holes: Sequence[Span]) -> list[Span]:
