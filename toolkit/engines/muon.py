@@ -18,11 +18,12 @@ from torch import Tensor
 
 from toolkit.engines.owners import UpdateRule
 from toolkit.optimizers.base import Trained
-from toolkit.optimizers.muon import NEWTON_SCHULZ_STEPS
 from toolkit.recipe.schema import MuonSection, OptimizerSection
 
 A, B, C = 3.4445, -4.7750, 2.0315
 """The iteration's coefficients: x ← A x + (B G + C G²) x with G = x xᵀ."""
+NEWTON_SCHULZ_STEPS = 5
+"""Its steps, as in `torch.optim.Muon`."""
 
 
 class Muon(UpdateRule):

@@ -131,7 +131,7 @@ class Exchange:
         self.rule: UpdateRule = load(self.whole.rule)(settings)
         held: list[list[Block]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(held, list(blocks))
-        tensors = _owned(held, self.whole.operations)
+        tensors = _owned(held)
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
         self.owned = {name for name, one in tensors.items() if one.owner == rank}
         by_replicas = self.whole.by_replicas
@@ -178,22 +178,19 @@ class Exchange:
         return self.rule.update(whole, self.states[name], step)
 
 
-def _owned(
-    held: Sequence[Sequence[Block]], cost: Callable[[tuple[int, ...]], int]
-) -> dict[str, _Tensor]:
-    """The tensors whose rectangles are `held` by the ranks, the most expensive first. The owner
-    is the holder with the least work so far."""
+def _owned(held: Sequence[Sequence[Block]]) -> dict[str, _Tensor]:
+    """The tensors whose rectangles are `held` by the ranks, the largest first. The owner is the
+    holder that owns the fewest elements so far."""
     holders: dict[str, list[tuple[int, Block]]] = {}
     for rank, blocks in enumerate(held):
         for block in blocks:
             holders.setdefault(block.tensor, []).append((rank, block))
     shapes = {name: _shape([block for _, block in pairs]) for name, pairs in holders.items()}
-    costs = {name: cost(shape) for name, shape in shapes.items()}
-    work = [0] * len(held)
+    owned = [0] * len(held)
     tensors = {}
-    for name in sorted(costs, key=lambda name: (-costs[name], name)):
-        owner = min({rank for rank, _ in holders[name]}, key=lambda rank: (work[rank], rank))
-        work[owner] += costs[name]
+    for name in sorted(shapes, key=lambda name: (-prod(shapes[name]), name)):
+        owner = min({rank for rank, _ in holders[name]}, key=lambda rank: (owned[rank], rank))
+        owned[owner] += prod(shapes[name])
         tensors[name] = _Tensor(shapes[name], holders[name], owner)
     return tensors
 

@@ -5,7 +5,7 @@ imported where they run. Another package adds an optimizer by an entry point in 
 `dmt.optimizers`; `tests/toy/toy_optimizer.py` is a complete one.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from toolkit.registry import Registry
 
 Shape = tuple[int, ...]
-Product = tuple[int, int, int]
-"""A matrix product [m, k] x [k, n]: (m, k, n)."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's first and second moment: fp32, in the form of their tensor."""
@@ -56,8 +54,6 @@ class WholeTensors:
     """The dtype in which gradients are sent to the owner, and updates back."""
     by_replicas: bool = True
     """Ranks that hold a whole tensor all update it, which costs less than sending it."""
-    products: Callable[[Shape], tuple[int, Sequence[Product]]] = lambda _shape: (0, ())
-    """Matrix products of an update: how often which ones."""
 
     @property
     def sent_bytes(self) -> int:
@@ -71,11 +67,6 @@ class WholeTensors:
     def owner_bytes(self, shape: Shape) -> int:
         """Bytes of these states."""
         return sum(state.nbytes(shape) for state in self.states(shape).values())
-
-    def operations(self, shape: Shape) -> int:
-        """Operations of an update, by which tensors are distributed over owners."""
-        times, products = self.products(shape)
-        return times * sum(2 * prod(product) for product in products) or prod(shape)
 
 
 class Trained(NamedTuple):

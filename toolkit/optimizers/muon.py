@@ -1,18 +1,8 @@
 """Muon (https://kellerjordan.github.io/posts/muon): the matrices inside the decoder layers are
 updated by their orthogonalised momentum, everything else by AdamW."""
 
-from toolkit.optimizers.base import Ledger, OptimizerKind, Product, Shape, WholeTensors
+from toolkit.optimizers.base import Ledger, OptimizerKind, WholeTensors
 from toolkit.optimizers.tensors import is_layer_matrix
-
-NEWTON_SCHULZ_STEPS = 5
-"""Steps of the iteration that orthogonalises the momentum, as in `torch.optim.Muon`."""
-
-
-def _newton_schulz(shape: Shape) -> tuple[int, tuple[Product, ...]]:
-    """For a matrix x with m ≤ n, a step computes x xᵀ, its square, and its product with x."""
-    m, n = sorted(shape)
-    return NEWTON_SCHULZ_STEPS, ((m, m, n), (m, m, m), (m, n, m))
-
 
 MUON = OptimizerKind(
     title="Muon",
@@ -22,7 +12,6 @@ MUON = OptimizerKind(
         moments=("exp_avg",),
         sent="bfloat16",
         by_replicas=False,
-        products=_newton_schulz,
     ),
     reference="toolkit.engines.muon:reference",
     ledger=Ledger(

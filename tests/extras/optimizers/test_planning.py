@@ -7,7 +7,6 @@ import pytest
 from tests.plan.making import optimizer_of
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
-from toolkit.optimizers.muon import MUON
 from toolkit.plan.cost.memory import model_states_gib, peak_memory
 from toolkit.plan.cost.owned import owner_updates
 from toolkit.plan.cost.workload import Workload
@@ -41,12 +40,6 @@ def test_8_bit_states(tied: bool) -> None:
         peak_memory(one, Layout())["buffers"] for one in (tiny, replace(tiny, updates=None))
     )
     assert 0 < with_rule - without <= 2 * 4 * (64 * 128 if tied else EMBEDDING)
-
-
-def test_operations_by_which_muon_spreads_matrices() -> None:
-    assert MUON.whole is not None
-    operations = MUON.whole.operations
-    assert operations((2, 3)) == operations((3, 2)) == 5 * (24 + 16 + 24)
 
 
 def test_frozen_matrices_have_no_owner() -> None:

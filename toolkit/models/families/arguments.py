@@ -94,7 +94,7 @@ def gpt(config: Config, spec: ModelSpec) -> dict[str, Any]:
     """The GPTChunk arguments, positions included."""
     if spec.learned_positions:
         return gpt_sizes(spec) | {"position_embedding_type": "learned_absolute"}
-    return gpt_sizes(spec) | _rotary_of_layers(config, spec)
+    return gpt_sizes(spec) | _rotary(config, spec)
 
 
 def activation(config: Config) -> str:
@@ -140,42 +140,34 @@ def frequencies_limit(config: Config) -> int | None:
     return limit if rope_type_of(config) in ("dynamic", "longrope") else None
 
 
-def _rotary_of_layers(config: Config, spec: ModelSpec) -> dict[str, Any]:
+def _rotary(config: Config, spec: ModelSpec) -> dict[str, Any]:
     """GPTChunk arguments of rotary positions.
 
-    `rope_parameters` is the complete map from which transformers computes the frequencies; it
-    is omitted if every pair has the default frequencies, which are megatron-core's own.
+    `rope_parameters` is the complete map from which transformers computes the frequencies;
     `windowed_rope_parameters` is that of sliding layers, if they rotate differently.
     """
-    arguments = _rotary(config, rope_of(config))
-    sliding = config["rope_parameters"].get("sliding_attention")
-    if sliding is None or not spec.sliding_layers:
-        return arguments
-    windowed = _rotary(config, sliding)
-    if windowed != arguments:
-        theta = windowed["rotary_base"]
-        plain = {"rope_type": "linear", "factor": 1.0, "rope_theta": theta}
-        arguments["windowed_rope_parameters"] = windowed.get("rope_parameters", plain)
-    return arguments
-
-
-def _rotary(config: Config, rope: Mapping[str, Any]) -> dict[str, Any]:
-    rope_type, share = rope["rope_type"], rope.get("partial_rotary_factor", 1.0)
-    arguments: dict[str, Any] = {
+    arguments = {
         "position_embedding_type": "rope",
-        "rotary_base": rope["rope_theta"],
-        # For `proportional`, the share determines which pairs have frequency 0; all are
-        # rotated.
-        "rotary_percent": 1.0 if rope_type == "proportional" else share,
+        "rope_parameters": _complete(config, rope_of(config)),
     }
-    if rope_type != "default":
-        scaling = {key: value for key, value in rope.items() if key != "type"}
-        scaling["partial_rotary_factor"] = share
-        # Next to the map it takes precedence, as in transformers.
-        if (length := config["original_max_position_embeddings"]) is not None:
-            scaling["original_max_position_embeddings"] = length
-        arguments["rope_parameters"] = scaling
+    sliding = config["rope_parameters"].get("sliding_attention")
+    if sliding is not None and spec.sliding_layers:
+        windowed = _complete(config, sliding)
+        if windowed != arguments["rope_parameters"]:
+            arguments["windowed_rope_parameters"] = windowed
     return arguments
+
+
+def _complete(config: Config, rope: Mapping[str, Any]) -> dict[str, Any]:
+    plain = ("rope_type", "rope_theta")
+    known = plain if rope["rope_type"] == "default" else rope.keys() - {"type"}
+    found = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0)}
+    found |= {key: rope[key] for key in known}
+    # Next to the map it takes precedence, as in transformers.
+    length = config["original_max_position_embeddings"]
+    if length is not None and rope["rope_type"] != "default":
+        found["original_max_position_embeddings"] = length
+    return found
 
 
 # --- what megatron-core cannot compute ----------------------------------------------------

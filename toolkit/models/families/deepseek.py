@@ -35,7 +35,7 @@ def deepseek_v3(config: Config, spec: ModelSpec) -> MegatronModel:
         "qk_head_dim": config["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
         "v_head_dim": config["v_head_dim"],
-        "rotary_base": gpt["rotary_base"],
+        "rotary_base": arguments.rope_of(config)["rope_theta"],
         **_scaling(config),
     }
     return replace(plain, transformer={**plain.transformer, **fields}, gpt=gpt)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from toolkit.models.families.base import Norms
 from toolkit.models.families.tensors import (
-    Heads,
     TensorMap,
     by_columns,
     by_rows,
@@ -128,7 +127,7 @@ def _qkv(
         rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
         return by_rows(f"{ours}.{part}", stored[0], rows, columns)
     q, k, v = stored
-    heads = Heads(spec.heads, spec.kv_heads, spec.head_dim)
+    heads = spec.heads, spec.kv_heads, spec.head_dim
     transposed = names.transposed and columns is not None
     return fused_qkv(f"{ours}.{part}", (q, k, v), heads, columns, transposed=transposed)
 

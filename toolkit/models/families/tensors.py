@@ -233,42 +233,32 @@ def gated_alternating(name: str, tensor: str, rows: int, columns: int | None) ->
     return TensorMap(name, (gate, up), columns, "rows", transposed=columns is not None)
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Attention heads of a layer."""
-
-    queries: int
-    groups: int
-    """Key/value heads."""
-    size: int
-    """Features of one head."""
-
-
 def fused_qkv(
     name: str,
     tensors: tuple[str, str, str],
-    heads: Heads,
+    heads: tuple[int, int, int],
     columns: int | None,
     *,
     transposed: bool = False,
 ) -> TensorMap:
     """Query, key and value in one matrix: for each group its queries, its key, its value.
 
+    `heads`: of queries and of keys, and the features of one head.
     `tensors` name the checkpoint's q, k and v; one name three times stands for a tensor
     that holds q, k and v one after the other (GPT-2).
     """
-    q, k, v = tensors
+    (q, k, v), (count, groups, size) = tensors, heads
     keys = values = 0
     if q == k == v:
-        keys = heads.queries * heads.size
-        values = keys + heads.groups * heads.size
-    queries = heads.queries // heads.groups * heads.size
+        keys = count * size
+        values = keys + groups * size
+    queries = count // groups * size
     stack: list[Rows] = []
-    for group in range(heads.groups):
-        low = group * heads.size
+    for group in range(groups):
+        low = group * size
         stack += [
             Rows(q, group * queries, (group + 1) * queries),
-            Rows(k, keys + low, keys + low + heads.size),
-            Rows(v, values + low, values + low + heads.size),
+            Rows(k, keys + low, keys + low + size),
+            Rows(v, values + low, values + low + size),
         ]
     return TensorMap(name, (tuple(stack),), columns, "rows", transposed)

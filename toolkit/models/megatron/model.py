@@ -29,11 +29,7 @@ from toolkit.models.megatron.attention import CausalAttention, document_masks
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
 from toolkit.models.megatron.norms import local_device
-from toolkit.models.megatron.rotary import (
-    ScaledRotary,
-    choose_rotation,
-    keep_whole_tables,
-)
+from toolkit.models.megatron.rotary import Rotary, choose_rotation, keep_whole_tables
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -74,46 +70,37 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         windowed_rope_parameters: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """`rope_parameters`: transformers' map of that name, for scaled frequencies;
-        `windowed_rope_parameters`: that of layers with a window, if it differs; the others are
-        the arguments of megatron-core's model."""
+        """`rope_parameters`: transformers' map of that name; `windowed_rope_parameters`: that
+        of layers with a window, if it differs; the others are the arguments of megatron-core's
+        model."""
         super().__init__(*arguments, **options)
-        self._scaled: ScaledRotary | None = None
-        if rope_parameters is not None:
-            self._scaled = ScaledRotary(rope_parameters, self.config, self.max_sequence_length)
-            for layer in self.decoder.layers:
-                versions.scale_rotation(layer.self_attention, self._scaled.attention_factor)
-        self._windowed: ScaledRotary | None = None
-        if windowed_rope_parameters is not None:
-            self._windowed = ScaledRotary(
-                windowed_rope_parameters, self.config, self.max_sequence_length
-            )
-            for layer in self.decoder.layers:
+        self._full, self._windowed = (
+            Rotary(one, self.config, self.max_sequence_length) if one else None
+            for one in (rope_parameters, windowed_rope_parameters)
+        )
+        for layer in self.decoder.layers:
+            if self._full is not None and self._full.attention_factor != 1:
+                versions.scale_rotation(layer.self_attention, self._full.attention_factor)
+            if self._windowed is not None:
                 choose_rotation(layer.self_attention, self._windowed.attention_factor)
 
     def _rotation(
-        self, positions: Tensor | None, length: int, longest: Tensor | None
+        self, positions: Tensor | None, places: Tensor, longest: Tensor | None
     ) -> Tensor | None:
-        """What the layers rotate by: fp32 angles, [sequence, 1, 1, size] for 0, 1, 2, … or
-        [sequence, batch, 1, size] for the positions of the batch, which megatron-core itself
-        uses for learned embeddings only. If layers with a window rotate differently, two of
-        them: [2, sequence, batch, 1, size]. Latent attention gets positions instead.
+        """What the layers rotate by: fp32 angles [sequence, batch, 1, size] of the positions;
+        if there are none, of `places`. If layers with a window rotate differently, two of them:
+        [2, sequence, batch, 1, size]. Latent attention gets positions instead.
 
-        `length`: of whole rows; `longest`: of their documents, if `positions` are a part."""
+        `longest`: of the documents of whole rows, if `positions` are a part."""
         if self.config.multi_latent_attention:
             return None if positions is None else positions.T
-        if self.position_embedding_type != "rope":
+        if self._full is None:
             return None
-        angles: Tensor = self.rotary_pos_emb(length)
-        if positions is not None and self._scaled is None:
-            angles = angles[positions.T, 0]
-        if positions is None:
-            positions = torch.arange(length, device=angles.device)[None]
-        if self._scaled is not None:
-            angles = self._scaled.angles(positions, longest)
-        if self._windowed is not None:
-            return torch.stack([angles, self._windowed.angles(positions, longest)])
-        return angles
+        positions = places[:1] if positions is None else positions
+        angles = self._full.angles(positions, longest)
+        if self._windowed is None:
+            return angles
+        return torch.stack([angles, self._windowed.angles(positions, longest)])
 
     def forward(
         self,
@@ -134,8 +121,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         Returns the cross entropy [batch, sequence] on the last stage (without labels, logits
         [batch, sequence, this rank's vocabulary]), hidden states on others.
         """
-        length, longest = input_ids.shape[1], None
-        places = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+        longest = None
+        places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         masks = self._masks(places if segments is None else position_ids, segments, ends)
         if self.context is not None:
             own = self.context.own
@@ -143,7 +130,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
             longest = position_ids.max() + 1
             input_ids, position_ids = own(input_ids), own(position_ids)
             labels, real = (None if x is None else own(x) for x in (labels, real))
-        rotation = self._rotation(position_ids, length, longest)
+        rotation = self._rotation(position_ids, places, longest)
         position_ids = places if position_ids is None else position_ids
         embedded = None  # later stages have been sent their input
         if self.pre_process:

@@ -1,4 +1,4 @@
-"""Rotary positions whose frequencies are scaled, as transformers computes them.
+"""Rotary positions as transformers computes them.
 
 megatron-core's own scalings fix constants that configs state, or differ in their formula. So
 the frequencies are those of transformers' `ROPE_INIT_FUNCTIONS`, for both implementations.
@@ -30,12 +30,14 @@ def keep_whole_tables() -> None:
         embedding.get_pos_emb_on_this_cp_rank = lambda table, *_: table
 
 
-class ScaledRotary:
+class Rotary:
     """The angles of one `rope_parameters`."""
 
     def __init__(
         self, parameters: Mapping[str, Any], config: TransformerConfig, max_positions: int
     ) -> None:
+        if parameters["rope_type"] == "default":  # which transformers' table leaves out
+            parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
         self._type = parameters["rope_type"]
         self._neighbours = config.rotary_interleaved
         self._config = PretrainedConfig(
