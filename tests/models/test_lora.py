@@ -174,7 +174,7 @@ def test_a_fingerprint_tells_bases_apart() -> None:
         ("gpt2", ["q_proj"], "some of c_attn, c_fc, c_proj"),
         ("llama", ["attention", "experts"], "found experts, which is no projection"),
         ("llama4_text", ["experts"], "found experts, which is no projection"),
-        ("qwen3_moe", ["up_proj"], "gate_up_proj"),
+        ("qwen3_moe", ["up_proj"], "did you mean `?gate_up_proj"),
         ("glm4_moe", "all-linear", r"set adapter.targets to \[attention, experts\]"),
         ("llama", ["lm_head"], "found lm_head"),
     ],

@@ -262,7 +262,8 @@ def problems(section: AdapterSection, config: Mapping[str, object]) -> Iterator[
     if idle := [name for name in _names(section) if name not in (*kinds, *every)]:
         found = f"{', '.join(idle)}, which is no projection of this model"
         allowed = f"{', '.join(kinds)}, or some of {', '.join(every)}"
-        yield Problem(KEY, found, allowed, did_you_mean(idle[0], every, f"write {kinds[0]}"))
+        nearest = [name for name in every if idle[0] in name] or every
+        yield Problem(KEY, found, allowed, did_you_mean(idle[0], nearest, f"write {kinds[0]}"))
     family = str(config["model_type"])
     of_experts = any(map(is_of_expert, chosen.values()))
     if of_experts and mapped(config).transformer["num_moe_experts"] == 1:
