@@ -1,23 +1,29 @@
 """Step time: formulas by hand, limits of the roofline, what must never slow a run down, and a
 few published runs."""
 
+import json
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.plan.making import TINY, recipe
 from toolkit.errors import PlanError
-from toolkit.layout import Layout
+from toolkit.layout import Layout, Pair
 from toolkit.models.families import model_spec
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.efficiency import DEFAULT, TABLE
+from toolkit.plan.cost.memory import peak_memory
 from toolkit.plan.cost.operators import device, matmul_s
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.time import StepTime, step_time
 from toolkit.plan.cost.traffic import Links, links, update_symbols
-from toolkit.plan.cost.workload import Setup, Workload
+from toolkit.plan.cost.workload import Setup, Workload, workload_of
 from toolkit.plan.hardware.cluster import Cluster, default_cluster, parse_cluster
+from toolkit.plan.planner import explore
+from toolkit.plan.request import PlanRequest
 
 
 def gpt(layers: int, hidden: int, heads: int, vocab: int = 51200) -> ModelSpec:
@@ -346,6 +352,53 @@ def test_stage_2_reduces_every_micro_batch_and_stage_1_once(engine: str) -> None
     )
     assert two["waiting_reduce"] == pytest.approx(4 * one["waiting_reduce"])
     assert two["waiting_gather"] == one["waiting_gather"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "stated", "nbytes"),
+    [
+        ("deepspeed", "bf16", 2),
+        ("deepspeed", "fp32", 4),
+        ("deepspeed", None, None),
+        # megatron-core's `grad_reduce_in_fp32` is always on, so fp16 saves no traffic.
+        ("megatron", None, None),
+        ("fsdp", None, None),
+    ],
+)
+def test_what_gradients_are_reduced_in(
+    engine: str, stated: str | None, nbytes: int | None, tmp_path: Path
+) -> None:
+    """A DeepSpeed file of one's own states it; otherwise 4 bytes, in fp16 too."""
+    settings = {"parallel__engine": engine, "cluster__gpu": "v100-32gb", "cluster__nodes": 2}
+    settings |= {"training__precision": "fp16", "training__global_batch_size": 16}
+    file = tmp_path / "own.json"
+    file.write_text(json.dumps({"communication_data_type": stated} if stated else {}))
+    zero = {"stage": 2, "config": str(file)} if engine == "deepspeed" else {}
+    found, plain = (
+        explore(recipe(**settings, parallel__zero=one))
+        for one in (zero, {key: zero[key] for key in zero if key == "stage"})
+    )
+    assert found.best.setup.workload.reduce_bytes == nbytes
+    assert (found.best.step_s < plain.best.step_s) == (nbytes == 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)
+@pytest.mark.parametrize(
+    "pair", [Pair("deepspeed", "hf"), Pair("megatron", "megatron"), Pair("fsdp", "hf")], ids=str
+)
+def test_a_pair_of_samples_costs_what_two_sequences_do(pair: Pair, layout: Layout) -> None:
+    deep = TINY | {"num_hidden_layers": 8}
+    wanted = recipe(training__objective="dpo", model__config=deep)
+    assert wanted.model.config is not None
+    job = PlanRequest.of(wanted, wanted.cluster, wanted.model.config)
+    alone = wanted.training.model_copy(update={"objective": "pretrain"})
+    pairs, single = (workload_of(one, pair) for one in (job, job.asking(training=alone)))
+    assert (pairs.rows_per_sample, single.rows_per_sample) == (2, 1)
+    twice = replace(layout, micro_batch=2 * layout.micro_batch)
+    assert peak_memory(pairs, layout) == peak_memory(single, twice)
+    found, expected = (step_time(*each, H100) for each in ((pairs, layout), (single, twice)))
+    assert found.total_s == pytest.approx(expected.total_s, rel=1e-12)
+    assert found.tokens_per_s == pytest.approx(expected.tokens_per_s, rel=1e-12)
 
 
 def test_every_constant_says_where_it_comes_from() -> None:
