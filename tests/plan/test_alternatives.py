@@ -128,7 +128,10 @@ def test_what_a_chosen_value_means() -> None:
     experts = recipe(
         model__config=MIXTRAL, cluster__gpus_per_node=4, parallel__expert=2, parallel__tensor=2
     )
-    assert "expert 2: asked for; 2 experts per rank" in plan_recipe(experts).reasons
+    plan = plan_recipe(experts)
+    assert "expert 2: asked for; 2 experts per rank" in plan.reasons
+    assert (plan.layout.ep, plan.layout.tp, plan.layout.dp) == (2, 2, 2)
+    assert plan.layout.sequence_parallel
     deep = search(*on("128x8xh100-80gb", "llama/llama-3.1-405b-pretrain", pipeline=16, tensor=8,
                       virtual_pipeline=1))  # fmt: skip
     lines = [*reasons(deep, 0.0)]

@@ -9,12 +9,12 @@ from torch import nn
 from tests.plan.making import TINY, recipe
 from toolkit.engines.build import _try_first
 from toolkit.errors import RecipeError
-from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.ledger import ledger
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, plan_recipe, settled
 
 HOPPER = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
+ISOLATED = {"data__isolate_documents": True}
 LLAMA4 = {"model_type": "llama4_text", "num_hidden_layers": 4}
 """Its chunks have the default length."""
 SPREAD = {"parallel__context": 2, "cluster__gpus_per_node": 2}
@@ -35,28 +35,15 @@ def planned(**changes: Any) -> Plan:
         ({"cluster__gpu": "cpu"}, "sdpa"),
         ({"cluster__gpu": {"like": "h200", "memory_gib": 100}}, "cudnn"),
         ({"training__precision": "fp32"}, "sdpa"),
-        ({"data__isolate_documents": True}, "varlen"),
-        ({"data__isolate_documents": True, "cluster__gpu": "a100-80gb"}, "varlen"),
-        (
-            {
-                "data__isolate_documents": True,
-                "cluster__gpu": "v100-32gb",
-                "training__precision": "fp16",
-            },
-            "sdpa",
-        ),
-        ({"data__isolate_documents": True, "model__config": LLAMA4}, "sdpa"),
-        ({"data__isolate_documents": True, "model__config": GENERIC}, "sdpa"),
-        ({"data__isolate_documents": True, "cluster__gpu": "cpu"}, "varlen"),
-        ({"data__isolate_documents": True, "training__precision": "fp32"}, "sdpa"),
-        ({"data__isolate_documents": True, "training__deterministic": True}, "sdpa"),
-        (
-            {
-                "data__isolate_documents": True,
-                "model__config": TINY | {"attention_dropout": 0.1},
-            },
-            "sdpa",
-        ),
+        (ISOLATED, "varlen"),
+        (ISOLATED | {"cluster__gpu": "a100-80gb"}, "varlen"),
+        (ISOLATED | {"cluster__gpu": "v100-32gb", "training__precision": "fp16"}, "sdpa"),
+        (ISOLATED | {"model__config": LLAMA4}, "sdpa"),
+        (ISOLATED | {"model__config": GENERIC}, "sdpa"),
+        (ISOLATED | {"cluster__gpu": "cpu"}, "varlen"),
+        (ISOLATED | {"training__precision": "fp32"}, "sdpa"),
+        (ISOLATED | {"training__deterministic": True}, "sdpa"),
+        (ISOLATED | {"model__config": TINY | {"attention_dropout": 0.1}}, "sdpa"),
         ({"model__config": TINY | {"head_dim": 256}}, "sdpa"),
         ({"model__config": GEMMA2}, "eager"),
         ({"kernels__attention": "eager"}, "eager"),
@@ -104,77 +91,60 @@ def test_eager_attention_is_planned_and_refuses_no_layout() -> None:
             explore(recipe(**long, parallel__engine=engine, kernels__attention=kernel))
             for kernel in ("auto", "eager")
         )
-        workload = workload_of(eager.job, eager.best.pair)
+        workload = eager.best.setup.workload
         assert workload.attention == "eager" and not workload.cudnn
         assert eager.best.memory_gib > fused.best.memory_gib
         assert eager.best.step_s > fused.best.step_s
-    wanted = recipe(**HOPPER, kernels__attention="eager")
-    plan = plan_recipe(wanted)
-    assert (plan.attention, plan.attention_kernel) == ("eager", "eager")
-    (entry,) = [one for one in ledger(wanted, plan, eager.job.spec) if one.what == "attention"]
-    assert entry.why.startswith("eager in every engine")
-    again = settled(wanted, plan)
-    assert again.kernels.attention == "eager"
-    assert plan_recipe(again).attention == "eager"
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"cluster__gpu": "cpu"}, "cluster.gpu cpu has none"),
-        ({"training__precision": "fp32"}, "training.precision is fp32"),
-        ({"data__isolate_documents": True}, "no mask that isolates"),
-        ({"model__config": GEMMA2}, "gemma2's attention is computed by plain products"),
-    ],
-)
-def test_a_kernel_that_would_never_run_is_refused(changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(RecipeError, match=r"kernels\.attention") as refused:
-        planned(**HOPPER | {"kernels__attention": "cudnn"} | changes)
-    assert why in str(refused.value)
+CUDNN = {"kernels__attention": "cudnn"}
+OLD = {"cluster__gpu": "v100-32gb", "training__precision": "fp16"}
 
 
 @pytest.mark.parametrize(
     ("changes", "key", "why"),
     [
-        ({"training__precision": "fp32"}, "parallel.context", "it computes in 16 bits"),
-        ({"model__config": GEMMA2}, "parallel.context", "computed by plain products"),
-        ({"training__deterministic": True}, "parallel.context", "not deterministic"),
-        (
-            {"cluster__gpu": "v100-32gb", "training__precision": "fp16"},
-            "parallel.context",
-            "has none",
-        ),
-        ({"kernels__attention": "sdpa"}, "kernels.attention", "auto or varlen"),
+        (CUDNN | {"cluster__gpu": "cpu"}, "kernels.attention", "cluster.gpu cpu has none"),
+        (CUDNN | {"training__precision": "fp32"}, "kernels.attention", "precision is fp32"),
+        (CUDNN | ISOLATED, "kernels.attention", "no mask that isolates"),
+        (CUDNN | {"model__config": GEMMA2}, "kernels.attention", "gemma2's attention is comp"),
+        # Context parallel needs the kernel for lengths.
+        (SPREAD | {"training__precision": "fp32"}, "parallel.context", "computes in 16 bits"),
+        (SPREAD | {"model__config": GEMMA2}, "parallel.context", "computed by plain products"),
+        (SPREAD | {"training__deterministic": True}, "parallel.context", "not deterministic"),
+        (SPREAD | OLD, "parallel.context", "has none"),
+        (SPREAD | {"kernels__attention": "sdpa"}, "kernels.attention", "auto or varlen"),
     ],
 )
-def test_context_parallel_needs_the_kernel_for_lengths(
+def test_a_kernel_that_would_never_run_is_refused(
     changes: dict[str, Any], key: str, why: str
 ) -> None:
     with pytest.raises(RecipeError, match=key) as refused:
-        planned(**HOPPER | SPREAD | {"cluster__gpus_per_node": 4} | changes)
+        planned(**HOPPER | {"cluster__gpus_per_node": 4} | changes)
     assert why in str(refused.value)
 
 
-def test_the_planner_knows_its_speed() -> None:
+def test_cudnn_is_planned_faster() -> None:
     long = HOPPER | {"training__sequence_length": 32768}
     first, own = (
-        explore(recipe(**long, kernels__attention=kernel)) for kernel in ("cudnn", "sdpa")
+        explore(recipe(**long, kernels__attention=kernel)).best for kernel in ("cudnn", "sdpa")
     )
-
-    def workload(found: Any) -> Workload:
-        return workload_of(found.job, found.best.pair)  # type: ignore[no-any-return]
-
-    assert workload(first).cudnn and not workload(own).cudnn
-    assert first.best.step_s < 0.9 * own.best.step_s
+    assert first.setup.workload.cudnn and not own.setup.workload.cudnn
+    assert first.step_s < 0.9 * own.step_s
 
 
-def test_it_is_in_the_ledger_and_planned_again() -> None:
-    wanted = recipe(**HOPPER)
+@pytest.mark.parametrize(
+    ("kernel", "words"),
+    [("eager", "eager in every engine"), ("cudnn", "cudnn's kernel first")],
+)
+def test_it_is_in_the_ledger_and_planned_again(kernel: str, words: str) -> None:
+    wanted = recipe(**HOPPER, kernels__attention=kernel)
     plan = plan_recipe(wanted)
+    assert plan.attention == ("eager" if kernel == "eager" else "sdpa")
     spec = explore(wanted).job.spec
     (entry,) = [one for one in ledger(wanted, plan, spec) if one.what == "attention"]
-    assert "cudnn's kernel first" in entry.why
-    assert plan_recipe(settled(wanted, plan)).attention_kernel == "cudnn"
+    assert words in entry.why
+    assert plan_recipe(settled(wanted, plan)).attention_kernel == kernel
 
 
 @pytest.mark.parametrize(("kernel", "number"), [("cudnn", 3), ("flash", 1)])

@@ -13,11 +13,9 @@ import pytest
 
 from tests.plan.making import (
     LLAMA_8B,
-    MIXTRAL,
     RECIPES,
     TINY,
     found,
-    intent,
     on,
     recipe,
     tiny,
@@ -28,6 +26,7 @@ from toolkit.layout import Layout, Pair, stage_layers
 from toolkit.models.hub import model_config
 from toolkit.plan.alternatives import over
 from toolkit.plan.cost.workload import workload_of
+from toolkit.plan.dimensions import settings
 from toolkit.plan.estimate import Estimate, estimate
 from toolkit.plan.hardware.cluster import Cluster, parse_cluster
 from toolkit.plan.planner import explore, plan_recipe
@@ -36,7 +35,6 @@ from toolkit.plan.rules import kernels
 from toolkit.plan.rules.legality import table
 from toolkit.plan.search import TIE, WORTH, kind_of, search
 from toolkit.plan.space import fallbacks, partial_layouts
-from toolkit.recipe.schema import Recipe
 
 # Against a plain enumeration
 
@@ -223,54 +221,26 @@ def test_chunks_take_turns_evenly() -> None:
 
 
 FIXED: dict[str, list[Any]] = {
-    "tensor": [1, 2, 4],
-    "pipeline": [1, 2, 4],
-    "virtual_pipeline": [1, 2],
-    "sequence": [True, False],
-    "recompute": ["none", "selective", "full"],
-    "engine": ["deepspeed", "megatron"],
-    "zero.stage": [1, 2, 3],
-    "zero.offload_optimizer": ["none", "cpu"],
+    "parallel.tensor": [1, 2, 4],
+    "parallel.pipeline": [1, 2, 4],
+    "parallel.virtual_pipeline": [1, 2],
+    "parallel.sequence": [True, False],
+    "parallel.recompute": ["none", "selective", "full"],
+    "parallel.engine": ["deepspeed", "megatron"],
+    "parallel.zero.stage": [1, 2, 3],
+    "parallel.zero.offload_optimizer": ["none", "cpu"],
     "training.micro_batch_size": [1, 2],
 }
-FIELDS = {
-    "tensor": "tp",
-    "pipeline": "pp",
-    "virtual_pipeline": "vpp",
-    "sequence": "sequence_parallel",
-    "zero.stage": "zero_stage",
-    "zero.offload_optimizer": "offload_optimizer",
-    "training.micro_batch_size": "micro_batch",
-    "recompute": "recompute",
-}
-
-
-def some_intents(count: int) -> Iterator[Recipe]:
-    """Recipes for 16 GPUs with a few settings fixed at random."""
-    source = random.Random(4)
-    for _ in range(count):
-        fixed: dict[str, Any] = {"zero": {}}
-        training: dict[str, Any] = {}
-        for key in source.sample(sorted(FIXED), 3):
-            section, _, name = key.rpartition(".")
-            where = {"zero": fixed["zero"], "training": training}.get(section, fixed)
-            where[name] = source.choice(FIXED[key])
-        yield LLAMA_8B.model_copy(
-            update={
-                "parallel": intent(**fixed),
-                "cluster": LLAMA_8B.cluster.model_copy(update={"nodes": 2}),
-                "training": LLAMA_8B.training.model_copy(
-                    update={"global_batch_size": 64, **training}
-                ),
-            }
-        )
 
 
 def test_what_is_fixed_stays_and_degrees_multiply_to_the_world() -> None:
-    planned = 0
-    for wanted in some_intents(30):
+    """Recipes for 16 GPUs with a few settings fixed at random."""
+    source, planned = random.Random(4), 0
+    for _ in range(30):
+        fixed = {key: source.choice(FIXED[key]) for key in source.sample(sorted(FIXED), 3)}
+        sizes = {"cluster.nodes": 2, "training.global_batch_size": 64}
         try:
-            chosen = explore(wanted)
+            chosen = explore(LLAMA_8B.with_values(sizes | fixed))
         except (PlanError, RecipeError):
             continue
         planned += 1
@@ -278,14 +248,8 @@ def test_what_is_fixed_stays_and_degrees_multiply_to_the_world() -> None:
             layout = one.layout
             assert layout.world == layout.dp * layout.tp * layout.pp * layout.cp == 16
             assert layout.global_batch == 64
-            asked, zero = wanted.parallel, wanted.parallel.zero
-            assert asked.engine in ("auto", one.pair.engine)
-            stated = {key: getattr(asked, key, "auto") for key in FIELDS}
-            stated["zero.stage"] = zero.stage
-            stated["zero.offload_optimizer"] = zero.offload_optimizer
-            stated["training.micro_batch_size"] = wanted.training.micro_batch_size
-            for key, field in FIELDS.items():
-                assert stated[key] in ("auto", getattr(layout, field)), key
+            found = settings(layout) | {"parallel.engine": one.pair.engine}
+            assert {key: found[key] for key in fixed} == fixed
     assert planned > 10
 
 
@@ -488,13 +452,3 @@ def test_open_expert_degrees() -> None:
     assert chosen.best.step_s <= only_one.best.step_s * (1 + TIE)
     dense = search(*on("1x8xh100-80gb", "llama/llama-3.1-8b-pretrain", expert="auto"))
     assert {one.layout.ep for one in dense.fitting} == {1}
-
-
-def test_experts() -> None:
-    wanted = recipe(
-        model__config=MIXTRAL, cluster__gpus_per_node=4, parallel__expert=2, parallel__tensor=2
-    )
-    plan = plan_recipe(wanted)
-    assert (plan.layout.ep, plan.layout.tp, plan.layout.dp) == (2, 2, 2)
-    assert plan.layout.sequence_parallel
-    assert "expert 2: asked for; 2 experts per rank" in plan.reasons
