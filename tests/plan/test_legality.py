@@ -53,6 +53,8 @@ def test_auto_compares_deepspeed_and_megatron_core_where_these_can() -> None:
         ({"pipeline": 4, "virtual_pipeline": 2}, [MEGATRON]),
         ({"expert": 2}, [MEGATRON]),
         ({"sequence": True}, [MEGATRON, ZERO_MEGATRON]),
+        ({"recompute": "selective"}, [MEGATRON, ZERO_MEGATRON]),
+        ({"engine": "fsdp", "replicate": 4}, [Pair("fsdp", "hf")]),
         ({"engine": "fsdp", "zero": {"offload_parameters": "cpu"}}, [Pair("fsdp", "hf")]),
     ],
 )
@@ -131,17 +133,26 @@ def test_refused_settings_are_named_and_may_be_left_to_the_planner(
     assert problems(asked, EIGHT) == []
 
 
-def test_why_pipeline_stages_exclude_zero() -> None:
-    for engine in ("auto", "megatron"):
-        asked = intent(engine=engine, pipeline=2, zero={"stage": 2})
-        (problem,) = problems(asked, EIGHT)
-        assert "which ZeRO 2 and 3 shard" in problem.allowed
-
-
-def test_selective_recompute_is_megatrons() -> None:
-    (problem,) = problems(intent(model="hf", recompute="selective"), EIGHT)
-    assert problem.allowed.startswith("none, full (selective is megatron-core's)")
-    assert {pair.model for pair in pairs(intent(recompute="selective"))} == {"megatron"}
+@pytest.mark.parametrize(
+    ("settings", "allowed"),
+    [
+        ({"pipeline": 2, "zero": {"stage": 2}}, "which ZeRO 2 and 3 shard"),
+        ({"engine": "megatron", "pipeline": 2, "zero": {"stage": 2}}, "which ZeRO 2 and 3"),
+        (
+            {"model": "hf", "recompute": "selective"},
+            "none, full (selective is megatron-core's)",
+        ),
+        # Copies of shards have equally many ranks each, two or more, and are on the device.
+        ({"engine": "fsdp", "replicate": 8}, "1 or 2 or 4: "),
+        (
+            {"engine": "fsdp", "replicate": 2, "zero": {"offload_parameters": "cpu"}},
+            "1 with offload",
+        ),
+    ],
+)
+def test_why(settings: dict[str, Any], allowed: str) -> None:
+    (problem,) = problems(intent(**settings), EIGHT)
+    assert allowed in problem.allowed
 
 
 def test_some_recomputed_layers() -> None:
@@ -190,31 +201,18 @@ def test_every_value_of_the_schema_runs_on_some_engine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("zero", "stages"),
+    ("pair", "zero", "stages"),
     [
-        ({}, [0, 1, 2, 3]),
-        ({"stage": 1}, [1]),
-        ({"offload_optimizer": "cpu"}, [1, 2, 3]),
-        ({"offload_optimizer": "nvme"}, [3]),
-        ({"offload_parameters": "cpu"}, [3]),
+        (Pair("deepspeed", "hf"), {}, [0, 1, 2, 3]),
+        (Pair("deepspeed", "hf"), {"stage": 1}, [1]),
+        (Pair("deepspeed", "hf"), {"offload_optimizer": "cpu"}, [1, 2, 3]),
+        (Pair("deepspeed", "hf"), {"offload_optimizer": "nvme"}, [3]),
+        (Pair("deepspeed", "hf"), {"offload_parameters": "cpu"}, [3]),
+        (MEGATRON, {}, [0, 1]),  # 1 is its distributed optimizer
     ],
 )
-def test_zero_stages(zero: dict[str, Any], stages: list[int]) -> None:
-    assert zero_stages(intent(zero=zero), Pair("deepspeed", "hf")) == stages
-
-
-def test_copies_of_shards() -> None:
-    """Equally many ranks each, two or more, and on the device."""
-    assert problems(intent(engine="fsdp", replicate=4), EIGHT) == []
-    (problem,) = problems(intent(engine="fsdp", replicate=8), EIGHT)
-    assert problem.allowed.startswith("1 or 2 or 4: ")
-    on_host = intent(engine="fsdp", replicate=2, zero={"offload_parameters": "cpu"})
-    (problem,) = problems(on_host, EIGHT)
-    assert problem.key == "parallel.replicate"
-
-
-def test_megatrons_stages_are_its_distributed_optimizer() -> None:
-    assert zero_stages(intent(), MEGATRON) == [0, 1]
+def test_zero_stages(pair: Pair, zero: dict[str, Any], stages: list[int]) -> None:
+    assert zero_stages(intent(zero=zero), pair) == stages
 
 
 def test_the_largest_cluster_is_answered_at_once() -> None:
@@ -223,11 +221,17 @@ def test_the_largest_cluster_is_answered_at_once() -> None:
     assert problem.key == "parallel.tensor"
 
 
-def test_data_parallel() -> None:
-    assert data_parallel(intent(), EIGHT) is None, "megatron may split the model"
-    assert data_parallel(intent(engine="ddp"), EIGHT) == 8
-    assert data_parallel(intent(engine="megatron"), EIGHT) is None
-    assert data_parallel(intent(engine="deepspeed", tensor=2), EIGHT) == 4
-    assert data_parallel(intent(engine="megatron", tensor=2), EIGHT) is None
-    assert data_parallel(intent(engine="megatron", tensor=2, pipeline=2), EIGHT) == 2
-    assert data_parallel(intent(engine="megatron", tensor=3, pipeline=1), EIGHT) is None
+@pytest.mark.parametrize(
+    ("settings", "dp"),
+    [
+        ({}, None),  # megatron may split the model
+        ({"engine": "ddp"}, 8),
+        ({"engine": "megatron"}, None),
+        ({"engine": "deepspeed", "tensor": 2}, 4),
+        ({"engine": "megatron", "tensor": 2}, None),
+        ({"engine": "megatron", "tensor": 2, "pipeline": 2}, 2),
+        ({"engine": "megatron", "tensor": 3, "pipeline": 1}, None),
+    ],
+)
+def test_data_parallel(settings: dict[str, Any], dp: int | None) -> None:
+    assert data_parallel(intent(**settings), EIGHT) == dp
