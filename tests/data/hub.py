@@ -52,9 +52,8 @@ def entry(path: str, content: bytes) -> dict[str, Any]:
     }
 
 
-class Handler(BaseHTTPRequestHandler):
-    """What the hubs of tests have in common."""
-
+class _Handler(BaseHTTPRequestHandler):
+    hub: Hub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: object) -> None:
@@ -62,12 +61,6 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_HEAD(self) -> None:
         self.do_GET()
-
-    def do_GET(self) -> None:
-        raise NotImplementedError
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers["Content-Length"]))
 
     def json(self, value: object) -> None:
         self.send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -86,12 +79,8 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body[: len(body) // 2] if cut else body)
         self.close_connection = self.close_connection or cut
 
-
-class _Handler(Handler):
-    hub: Hub
-
     def do_POST(self) -> None:
-        body = self.body().decode()
+        body = self.rfile.read(int(self.headers["Content-Length"])).decode()
         files = self.hub.at(self.path.rpartition("/")[2]) or {}
         asked = parse_qs(body).get("paths", []) if "=" in body else json.loads(body)["paths"]
         self.json([entry(path, files[path]) for path in asked if path in files])
@@ -154,25 +143,18 @@ class _Handler(Handler):
 
 
 @contextmanager
-def serving(hub: Any, handler: type[Handler]) -> Iterator[None]:
-    """Serve `hub`, whose `url` is set, by a handler that has it as attribute."""
-    answering = type("Answering", (handler,), {"hub": hub})
+def running() -> Iterator[Hub]:
+    """A hub with an empty repository."""
+    hub = Hub()
+    answering = type("Answering", (_Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), answering)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     hub.url = f"http://127.0.0.1:{server.server_port}"
     try:
-        yield
+        yield hub
     finally:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-@contextmanager
-def running() -> Iterator[Hub]:
-    """A hub with an empty repository."""
-    hub = Hub()
-    with serving(hub, _Handler):
-        yield hub

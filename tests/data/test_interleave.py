@@ -1,7 +1,5 @@
 """The order of a blend's sources: shares at every prefix, random access, no state."""
 
-import subprocess
-import sys
 from fractions import Fraction
 
 import numpy as np
@@ -57,26 +55,3 @@ def test_weights_as_whole_numbers() -> None:
     parts = whole_parts([Fraction(10**12 + 1), Fraction(10**9 + 7), Fraction(1)])
     assert sum(parts) == MAX_PERIOD
     assert parts[1:] == (1048, 1)
-
-
-FAR = """
-import resource, time
-from fractions import Fraction
-from toolkit.data.blend import BlendOrder, Stage
-from toolkit.data.interleave import Interleaving
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-started = time.process_time()
-weights = [Fraction(str(0.9)), *(Fraction(n % 9 + 1, 1000) for n in range(39))]
-order = BlendOrder(1, [10**10 // 40] * 40, [Stage(0, Interleaving(weights))])
-assert len(order.indices(10**9, 1024)) == 1024
-print(time.process_time() - started)
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
-"""
-
-
-def test_a_billion_samples_in() -> None:
-    """Neither time nor memory grow with the place: a thousandth of what walking there takes."""
-    printed = subprocess.check_output([sys.executable, "-c", FAR], text=True)
-    seconds, mib = map(float, printed.split())
-    assert seconds < 1
-    assert mib < 300

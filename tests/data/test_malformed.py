@@ -87,7 +87,6 @@ def test_the_row_is_found_among_several_files(tmp_path: Path) -> None:
 
 
 LONG_LINE = f'{GOOD}{{"text": "{"x" * 2**25}"}}\n'
-_LONG_LIST = json.dumps([{"text": "good"}, {"text": "x" * 2**25}])
 
 
 @pytest.mark.parametrize(
@@ -96,8 +95,7 @@ _LONG_LIST = json.dumps([{"text": "good"}, {"text": "x" * 2**25}])
         ("a.jsonl", LONG_LINE, "a.jsonl:2"),
         ("a.jsonl.gz", LONG_LINE, "a.jsonl.gz:2"),
         ("a.jsonl.zst", LONG_LINE, "a.jsonl.zst:2"),
-        ("a.json", _LONG_LIST, "a.json, row 2"),
-        ("a.json.bz2", _LONG_LIST, "a.json.bz2, row 2"),
+        ("a.jsonl.bz2", LONG_LINE, "a.jsonl.bz2:2"),
         ("a.txt.xz", "good\n" + "x" * 2**25, "a.txt.xz:2"),
     ],
 )
@@ -132,6 +130,13 @@ def test_memory_does_not_grow_with_the_longest_row(
     monkeypatch.setattr(readers, "LONGEST_ROW_MIB", 33)
     *_, last = open_source(source, base=tmp_path, cache=tmp_path)
     assert last == "x" * 2**25
+
+
+def test_a_list_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 2**20}]))
+    monkeypatch.setattr(readers, "LARGEST_LIST_MIB", 1)
+    source = HfSource(kind="hf", path="a.json")
+    assert "a.json: the list is larger than 1 MiB, the limit" in refusal(source, tmp_path)
 
 
 def test_a_zstandard_file_that_is_cut_ends_the_run(tmp_path: Path) -> None:

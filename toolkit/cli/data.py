@@ -1,8 +1,7 @@
 """`dmt data`: tokenise ahead of a run, look at samples."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -12,7 +11,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator, Mapping, Sequence
 
     from toolkit.data.build import TrainingData
     from toolkit.data.packing import StreamSamples
@@ -29,73 +28,50 @@ def prepare(
     as_json: AsJson = False,
 ) -> None:
     """Tokenise the recipe's data into the cache, and print its size."""
-    summary = _prepare(load_recipe(recipe, overrides))
-    output(as_json, summary, _prepared(summary), wrap=False)
+    from toolkit.data.files import cache_folder
+
+    loaded = load_recipe(recipe, overrides)
+    data = _build(loaded)
+    summary = {
+        "train": _size([source.train for source in data.sources]),
+        "validation": _size([*data.validation.values()]) if data.validation else None,
+        "sources": [*_sources(loaded, data)],
+        "sequence_length": loaded.training.sequence_length,
+        "vocab_size": len(data.tokenizer),
+        "fingerprint": data.fingerprint,
+        "cache": str(cache_folder(loaded.data.cache, Path.cwd())),
+    }
+    output(as_json, summary, _lines(summary), wrap=False)
 
 
-@dataclass(frozen=True)
-class _Side:
-    """Size of the training or the validation data."""
-
-    documents: int
-    tokens: int
-    samples: int
-    tokens_per_epoch: int
-    """Tokens that are fed to the model in one pass: samples times sequence length."""
-
-    @classmethod
-    def of(cls, parts: "Iterable[StreamSamples]") -> Self:
-        """Size of the tokenised data of all sources together."""
-        documents = tokens = samples = fed = 0
-        for part in parts:
-            documents, tokens = documents + part.n_documents, tokens + part.n_tokens
-            samples += len(part)
-            fed += len(part) * part.rows_per_sample * part.sequence_length
-        return cls(documents, tokens, samples, tokens_per_epoch=fed)
+def _size(parts: "Sequence[StreamSamples]") -> dict[str, int]:
+    """The tokenised data of several sources together."""
+    return {
+        "documents": sum(part.n_documents for part in parts),
+        "tokens": sum(part.n_tokens for part in parts),
+        "samples": sum(map(len, parts)),
+        "tokens_per_epoch": sum(
+            len(part) * part.rows_per_sample * part.sequence_length for part in parts
+        ),
+    }
 
 
-@dataclass(frozen=True)
-class _Source:
-    """One source of a blend."""
-
-    title: str
-    train: _Side
-    share: float
-    """Share of the samples of the run."""
-    passes: float
-    """How often its samples are used in the run, on average."""
-
-
-@dataclass(frozen=True)
-class _Summary:
-    """The lines of `dmt data prepare`."""
-
-    train: _Side
-    validation: _Side | None
-    sources: tuple[_Source, ...]
-    """The sources of a blend; empty for one source."""
-    sequence_length: int
-    vocab_size: int
-    fingerprint: str
-    cache: str
-
-
-def _prepared(summary: _Summary) -> "Iterator[str]":
-    for name, side in (("train", summary.train), ("validation", summary.validation)):
-        if side is not None:
+def _lines(summary: "Mapping[str, Any]") -> "Iterator[str]":
+    for name in ("train", "validation"):
+        if (side := summary[name]) is not None:
             yield (
-                f"{name}: {side.documents:,} documents, {side.tokens:,} tokens, "
-                f"{side.samples:,} samples of {summary.sequence_length:,} "
-                f"({side.tokens_per_epoch:,} tokens per epoch)"
+                f"{name}: {side['documents']:,} documents, {side['tokens']:,} tokens, "
+                f"{side['samples']:,} samples of {summary['sequence_length']:,} "
+                f"({side['tokens_per_epoch']:,} tokens per epoch)"
             )
-    for source in summary.sources:
-        side = source.train
+    for source in summary["sources"]:
+        side = source["train"]
         yield (
-            f"  {source.title}: {source.share:.2%} of the samples, {source.passes:.2f} passes "
-            f"over {side.documents:,} documents, {side.tokens:,} tokens, "
-            f"{side.samples:,} samples"
+            f"  {source['title']}: {source['share']:.2%} of the samples, "
+            f"{source['passes']:.2f} passes over {side['documents']:,} documents, "
+            f"{side['tokens']:,} tokens, {side['samples']:,} samples"
         )
-    yield f"cache: {summary.cache}"
+    yield f"cache: {summary['cache']}"
 
 
 def _build(recipe: Recipe) -> "TrainingData":
@@ -105,32 +81,22 @@ def _build(recipe: Recipe) -> "TrainingData":
     return recipe_data(recipe, recipe.model.stated_vocabulary, with_bar)
 
 
-def _prepare(recipe: Recipe) -> _Summary:
-    from toolkit.data.files import cache_folder
-
-    data = _build(recipe)
-    return _Summary(
-        train=_Side.of(source.train for source in data.sources),
-        validation=_Side.of([*data.validation.values()]) if data.validation else None,
-        sources=tuple(_sources(recipe, data)),
-        sequence_length=recipe.training.sequence_length,
-        vocab_size=len(data.tokenizer),
-        fingerprint=data.fingerprint,
-        cache=str(cache_folder(recipe.data.cache, Path.cwd())),
-    )
-
-
-def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[_Source]":
+def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[dict[str, Any]]":
+    """The sources of a blend, with their shares of the samples of the run, and how often each
+    sample is used in it."""
     from toolkit.data.blend import BlendOrder
     from toolkit.intake.checks import steps_with
 
     if not isinstance(data.order, BlendOrder):
         return
-    steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
-    seen = data.counts(steps)
+    seen = data.counts(steps_with(recipe, data.samples_per_epoch, data.ends_after))
     for source, count in zip(data.sources, seen, strict=True):
-        side = _Side.of([source.train])
-        yield _Source(source.title, side, count / sum(seen), count / side.samples)
+        yield {
+            "title": source.title,
+            "train": _size([source.train]),
+            "share": count / sum(seen),
+            "passes": count / len(source.train),
+        }
 
 
 @app.command(epilog="Example: dmt data show llama-bytes --samples 1")

@@ -1,17 +1,16 @@
 """Rows of one data file, each with its place: the file's ending says how it is read.
 
 JSON lines or one list of rows, Parquet, Arrow, and text, a row a line; JSON and text also
-compressed. These are read line by line, and a list row by row, up to a limit: a small
-compressed file may hold a line that does not fit into memory.
+compressed. These are read line by line, up to a limit: a small compressed file may hold a line
+that does not fit into memory. A list is read whole, also up to a limit.
 """
 
 import bz2
 import gzip
 import json
 import lzma
-import re
 import zlib
-from codecs import BOM_UTF8, getincrementaldecoder
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
@@ -35,17 +34,16 @@ ENDINGS = (".json", ".jsonl", ".parquet", ".arrow", ".txt")
 _TABLES = (".parquet", ".arrow")
 ROWS_AT_ONCE = 1000
 """Rows that are Python objects at the same time: they take several times Arrow's memory."""
-_READ_BYTES = 2**20
 LONGEST_ROW_MIB = 128
-"""The longest row of JSON or text; a longer one is an error, and is not held in memory."""
+"""The longest line; a longer one is an error, and is not held in memory."""
+LARGEST_LIST_MIB = 1024
+"""The largest JSON list, which takes several times as much memory."""
 _LOOKED_AT = 10_000
 """Rows of a JSON file whose columns are looked at."""
 _LOOKED_AT_MIB = 10
 """The longest of them."""
 _WHOLE = "check that the file is whole and UTF-8"
 _TOO_DEEP = Broken("it is nested too deeply")
-_SPACE = re.compile(r"\s*")
-_SCANNED = json.JSONDecoder().raw_decode
 
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """Exceptions of reading files, also compressed ones."""
@@ -169,7 +167,7 @@ def _rows_of_text(file: DataFile, source: RowsSource) -> Iterator[tuple[str, obj
 def _rows_of_json(file: DataFile, limit_mib: int) -> Iterator[tuple[str, object]]:
     with opened(file) as stream:
         if _stripped(_begin(file, stream)).startswith(b"["):
-            yield from _rows_of_list(file, stream, limit_mib)
+            yield from _rows_of_list(file, stream)
             return
         for place, line in _lines(file, stream, limit_mib):
             if _stripped(line):
@@ -193,7 +191,8 @@ def _parsed(text: bytes) -> object:
     except UnicodeDecodeError as error:
         return Broken(_not_utf8(error))
     except json.JSONDecodeError as error:
-        return Broken(f"it is not JSON ({error.msg}, character {error.colno:,})")
+        line = f"line {error.lineno:,}, " if error.lineno > 1 else ""
+        return Broken(f"it is not JSON ({error.msg}, {line}character {error.colno:,})")
     except RecursionError:
         return _TOO_DEEP
 
@@ -203,63 +202,23 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"it is not UTF-8 (byte {byte} at {error.start + 1:,})"
 
 
-def _rows_of_list(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, object]]:
-    """The rows of a file that is a list, each with its place."""
-    decode = getincrementaldecoder("utf-8-sig")().decode
-    text, at, number = "", 0, 0
-    while at >= 0:
-        place = f"{file}, row {number + 1}"
-        try:
-            row, at = _next_row(text, at, number)
-        except RecursionError:
-            raise DataError(f"{place}: {_TOO_DEEP.why}", fix=_WHOLE) from None
-        except json.JSONDecodeError as error:
-            text, at = text[at:], 0
-            if len(text) > limit_mib * MIB:
-                raise _too_long(place, limit_mib) from error
-            try:
-                block = stream.read(max(len(text), _READ_BYTES))
-                text += decode(block)
-            except UnicodeDecodeError as wrong:
-                raise DataError(f"{place}: {_not_utf8(wrong)}", fix=_WHOLE) from wrong
-            except _UNREADABLE as wrong:
-                raise DataError(f"cannot read {file}: {wrong}", fix=_WHOLE) from wrong
-            if not block:
-                said = f"{place}: it is not JSON ({error.msg})"
-                raise DataError(said, fix=_WHOLE) from error
-            continue
-        if at >= 0:
-            number += 1
-            yield place, row
-    while block := stream.read(_READ_BYTES):
-        if block.strip():
-            raise DataError(f"{file}: there is text after the end of the list", fix=_WHOLE)
-
-
-def _next_row(text: str, at: int, number: int) -> tuple[object, int]:
-    """The row after `number` rows, and where it ends: -1 at the end of the list.
-
-    Raises JSONDecodeError where that is not in the text.
-    """
-    at = _after_space(text, at)
-    if not (number and text.startswith("]", at)):
-        if not text.startswith("," if number else "[", at):
-            raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-        at = _after_space(text, at + 1)
-        if number or not text.startswith("]", at):
-            row, at = _SCANNED(text, at)
-            if at == len(text):  # a number may go on
-                raise json.JSONDecodeError("Expecting ',' or ']'", text, at)
-            return row, at
-    if text[at + 1 :].strip():
-        raise json.JSONDecodeError("Extra data", text, at)
-    return None, -1
-
-
-def _after_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None, "it matches anything"
-    return found.end()
+def _rows_of_list(file: DataFile, stream: Any) -> Iterator[tuple[str, object]]:
+    """The rows of a file that is one list, which is read whole, each with its place."""
+    try:
+        text = stream.read(LARGEST_LIST_MIB * MIB + 1)
+    except _UNREADABLE as error:
+        raise DataError(f"cannot read {file}: {error}", fix=_WHOLE) from error
+    if len(text) > LARGEST_LIST_MIB * MIB:
+        raise DataError(
+            f"{file}: the list is larger than {LARGEST_LIST_MIB:,} MiB, the limit",
+            fix="write its rows as JSON lines, or as Parquet",
+        )
+    rows = _parsed(text)
+    if isinstance(rows, Broken):
+        raise DataError(f"{file}: {rows.why}", fix=_WHOLE)
+    assert isinstance(rows, list), "it begins with a bracket"
+    for number, row in enumerate(rows, start=1):
+        yield f"{file}, row {number:,}", row
 
 
 # Parquet and Arrow
