@@ -21,8 +21,8 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
-from toolkit.doctor import calibrate
-from toolkit.doctor.selftest import DENSE, LIMIT_S, SelfTest, machine_suites
+from toolkit.doctor import calibrate, selftest
+from toolkit.doctor.selftest import DENSE, LIMIT_S, machine_suites
 from toolkit.launchers.base import LaunchSpec, free_port
 from toolkit.launchers.process import die_with_parent
 from toolkit.rehearse import rehearsal
@@ -73,8 +73,8 @@ def losses(results: Path, ranks: int, names: Sequence[str]) -> int:
     machine = replace(calibrate.this_machine(1), processes=ranks)
     suites = [replace(one, patterns=names or one.patterns) for one in machine_suites(ranks)]
     options = Options(processes=ranks, gpu=machine.gpu, limit_s=LIMIT_S)
-    test, failed = SelfTest(suites, machine, Path(mkdtemp()), options), False
-    for check in (check for suite in suites for check in test.losses(suite)):
+    folder, failed = Path(mkdtemp()), False
+    for check in (c for suite in suites for c in selftest.losses(suite, folder, options)):
         failed = failed or check.verdict == "failed"
         write(results, ranks=ranks, **asdict(check) | {"tail": check.tail[-1500:]})
     return int(failed)

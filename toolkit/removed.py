@@ -190,6 +190,9 @@ COMMANDS: dict[str, str] = {
     "doctor --selftest": "use `dmt doctor --gpu-selftest`; on processors `dmt rehearse RECIPE`",
     "doctor --only": "leave it out; `dmt rehearse RECIPE --on gpu --layouts NAMES` runs less",
     "doctor --jobs": "leave it out: the parts of the self-test run one after the other",
+    **dict.fromkeys(
+        ("doctor --folder", "rehearse --folder"), "use --out FILE: the report is a file"
+    ),
     "eval": f"{_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     "chat": f"{_EXPORT}, then `transformers serve FOLDER` and, next to it, `transformers chat "
     "FOLDER` (pip install 'transformers[serving]')",

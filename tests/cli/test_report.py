@@ -114,16 +114,3 @@ def test_a_run_that_has_just_begun(tmp_path: Path, dmt: Dmt) -> None:
 )
 def test_mistakes(arguments: list[str], message: str, dmt: Dmt) -> None:
     assert message in dmt("report", *arguments, code=2).err
-
-
-def test_steps_without_a_line_are_named(tmp_path: Path, dmt: Dmt) -> None:
-    run = write(tmp_path, KILLED_AND_RESTARTED, metrics(20, 2.0))
-    (run / "recipe.yaml").write_text("logging: {every_steps: 1}\n")
-    assert not any("no line" in one for one in dmt("report", run, "--json").json["missing"])
-    write(tmp_path, KILLED_AND_RESTARTED, [*metrics(20, 2.0)[:5], *metrics(20, 2.0)[11:15]])
-    found = dmt("report", run, "--json").json
-    assert found["missing"][-2:] == [
-        "metrics.jsonl: no line between step 5 and step 12",
-        "metrics.jsonl: no line between step 15 and step 20",
-    ]
-    assert found["state"] == "done"

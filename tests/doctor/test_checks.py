@@ -11,7 +11,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.processes import ROOT
-from toolkit.doctor import accelerators, network, packages, storage
+from toolkit.doctor import accelerators, network, packages, storage, toolchain
 from toolkit.doctor.finding import Finding
 from toolkit.doctor.needs import Needs, needs_of
 from toolkit.doctor.probe import Answer
@@ -208,13 +208,15 @@ def test_interfaces_that_are_named(
     assert one(network._interface_variables(Needs()), variable).level == level
 
 
-def test_master_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    (alone,), (together,) = network._master(Needs()), network._master(TWO_MACHINES)
-    assert alone.level == "ok" and together.blocks
-    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
-    (alone,) = network._master(Needs())
-    assert alone.level == "warning" and "does not resolve" in alone.found
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [("localhost", "127.0.0.1"), ("no-such-host.invalid", "does not resolve")],
+)
+def test_master_address(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", address)
+    assert not [*network.check(Needs())]
+    found = one(network.check(TWO_MACHINES), "MASTER_ADDR")
+    assert found.blocks and said in found.found
 
 
 @pytest.mark.parametrize("hostile", ["x; rm -rf ~", "$(id)", "-oProxyCommand=id", "a'b `id`"])
@@ -293,7 +295,11 @@ def test_the_key_of_wandb_is_never_told(
     file.write_text(f"machine api.wandb.ai login user password {key}\n")
     file.chmod(0o600)
     (found,) = network.check(online)
-    assert found.level == "ok" and found.found == str(file)
-    file.write_text("machine api.wandb.ai and nonsense\n")
-    (damaged,) = network.check(online)
-    assert damaged.blocks and str(file) in damaged.found
+    assert found.level == "ok" and key not in str(found)
+
+
+def test_nvcc_is_judged_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "torch_accelerator", lambda: "cu130")
+    (found,) = toolchain._nvcc("parallel.engine: deepspeed")
+    assert found.blocks and found.found.endswith("unable to compile CUDA op(s)")
+    assert found.fix.startswith("install the toolkit of CUDA 13.0")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,14 +20,13 @@ from toolkit.doctor.selftest import (
     EXPERTS,
     MARK,
     Check,
-    SelfTest,
     Suite,
     chosen_layouts,
+    gpu_machine,
     machine_suites,
-    self_test,
-    write_report,
+    report,
 )
-from toolkit.errors import EXIT_FAILED, BackendUnavailable, PlanError
+from toolkit.errors import EXIT_FAILED, BackendUnavailable
 from toolkit.intake.load import load_recipe
 from toolkit.rehearse.rehearsal import Options, _assignment, prepare
 
@@ -44,12 +44,12 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences (processors without bf16 emulate it), and warm processes."""
     monkeypatch.setattr(selftest, "SEQUENCE", 32)
     monkeypatch.setattr("toolkit.launchers.ranks.subprocess", SUBPROCESS)
+    monkeypatch.setattr("toolkit.cli.selftest.gpu_machine", lambda _: CPU)
     monkeypatch.chdir(ROOT)
 
 
-def on_the_processor(tmp_path: Path, *suites: Suite, worker: str = Options.worker) -> SelfTest:
-    (tmp_path / "runs").mkdir()
-    return SelfTest(suites, CPU, tmp_path, Options(processes=2, worker=worker))
+def without_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selftest, "resume", lambda *_: iter([Check("resume", "", "ok", "")]))
 
 
 @pytest.mark.slow
@@ -59,9 +59,10 @@ def test_losses_and_a_resume_pass(
     """In bf16 and emulated fp8; fp32 is in the tests of `dmt rehearse`."""
     dense = Suite(load_recipe(DENSE, SMALLER), ("bf16", "fp8"), LAYOUTS)
     experts = Suite(load_recipe(EXPERTS, SMALLER), ("bf16",), ("megatron-ep2",))
-    test = on_the_processor(tmp_path, dense, experts)
-    monkeypatch.setattr("toolkit.cli.rehearse.self_test", lambda *_: test)
-    code = main(["rehearse", str(DENSE), "--on", "gpu", "--json"])
+    monkeypatch.setattr(selftest, "machine_suites", lambda _: [dense, experts])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    out = tmp_path / "report.md"
+    code = main(["doctor", "--gpu-selftest", "--out", str(out), "--json"])
     captured = capsys.readouterr()
     assert code == 0, captured.out + captured.err
     checks = {(one["step"], one["name"]): one for one in json.loads(captured.out)["checks"]}
@@ -73,10 +74,10 @@ def test_losses_and_a_resume_pass(
         ("resume", "rank 1 killed"),
     }
     assert "resumed from step [5], repeated 6, " in checks["resume", "rank 1 killed"]["found"]
-    text = (tmp_path / "report.md").read_text()
+    text = out.read_text()
     assert text.startswith(MARK) and "| tiny-llama-bytes bf16 | ddp | ok |" in text
     assert "- torch: " in text
-    assert not (tmp_path / "runs").exists()  # nothing failed: nobody needs them
+    assert not [*tmp_path.glob("dmt-selftest-*")], "nothing failed: nobody needs the runs"
 
 
 @pytest.mark.slow
@@ -93,52 +94,59 @@ def test_a_rank_that_fails_and_a_reduction_left_out(
 ) -> None:  # fmt: skip
     """Each is a failed check; the bounds of bf16 find a reduction of one step of five."""
     monkeypatch.setenv(BUG, bug)
-    monkeypatch.setattr(SelfTest, "_resume", lambda _: iter([Check("resume", "", "ok", "")]))
-    suite = Suite(load_recipe(DENSE, SMALLER), ("bf16",), (layout,))
-    test = on_the_processor(tmp_path, suite, worker="tests.rehearse.bugs")
-    monkeypatch.setattr("toolkit.cli.rehearse.self_test", lambda *_: test)
-    assert main(["rehearse", str(DENSE), "--on", "gpu", "--json"]) == EXIT_FAILED
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("toolkit.cli.rehearse.NUMBERS", ("bf16",))
+    buggy = partial(Options, worker="tests.rehearse.bugs")
+    monkeypatch.setattr("toolkit.cli.rehearse.Options", buggy)
+    without_resume(monkeypatch)
+    settings = [word for one in SMALLER for word in ("--set", one)]
+    command = ["rehearse", str(DENSE), "--on", "gpu", "--layouts", layout, "--json", *settings]
+    assert main([*command, "--out", str(tmp_path / "report.md")]) == EXIT_FAILED
     failed, resumed = json.loads(capsys.readouterr().out)["checks"]
     assert (failed["verdict"], resumed["verdict"]) == ("failed", "ok")
     assert found in failed["found"] and tail in failed["tail"]
-    assert (tmp_path / f"runs/tiny-llama-bytes/bf16/{layout}/logs").is_dir()
+    (runs,) = tmp_path.glob("dmt-selftest-*")
+    assert (runs / f"tiny-llama-bytes/bf16/{layout}/logs").is_dir()
 
 
 def test_a_part_that_raises_does_not_end_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def raises(_: SelfTest, suite: Suite) -> Iterator[Check]:
+    def raises(suite: Suite, *_: object) -> Iterator[Check]:
         yield Check(suite.recipe.name, "begun", "ok", "")
         raise RuntimeError(f"could not log in with {SECRET}\nand more")
 
-    monkeypatch.setattr(SelfTest, "losses", raises)
-    monkeypatch.setattr(SelfTest, "_resume", lambda _: iter([Check("resume", "", "ok", "")]))
-    test = on_the_processor(tmp_path, Suite(load_recipe(DENSE)))
-    checks = [*test.checks()]
+    monkeypatch.setattr(selftest, "losses", raises)
+    without_resume(monkeypatch)
+    suites = [Suite(load_recipe(DENSE))]
+    checks = [*selftest.self_test(suites, CPU, tmp_path, Options())]
     assert [(check.step, check.verdict) for check in checks] == [
         ("tiny-llama-bytes", "ok"), ("tiny-llama-bytes", "failed"), ("resume", "ok"),
     ]  # fmt: skip
     assert (checks[1].found, checks[1].tail) == ("could not log in with ***", "and more")
 
 
-def test_a_report_has_no_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef0123456789abcdef01234567")
     tail = f"token={SECRET}\n0123456789abcdef0123456789abcdef01234567 {Path.home()}/run"
     check = Check("resume", "", "failed", f"{SECRET} was refused", tail=tail)
-    text = write_report(tmp_path, CPU, [check], 60).read_text()
+    text = report(CPU, [check], 60)
     for secret in (SECRET, "0123456789abcdef0123456789abcdef01234567", f"{Path.home()}/run"):
         assert secret not in text
     assert "was refused" in text and "## resume" in text
 
 
-def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(BackendUnavailable, match="needs a GPU, and torch sees none"):
-        self_test([], tmp_path / "new", None, Options())
-    assert not (tmp_path / "new").exists()
-    (tmp_path / "mine.txt").touch()
-    with pytest.raises(PlanError, match="exists and was not written by this command"):
-        selftest.claim(tmp_path)
+        gpu_machine(None)
+    mine = tmp_path / "mine.txt"
+    mine.write_text("own")
+    assert main(["doctor", "--gpu-selftest", "--out", str(mine)]) == 2
+    assert "exists and was not written by this command" in capsys.readouterr().err
+    assert mine.read_text() == "own"
 
 
 @pytest.mark.parametrize("processes", [1, 2, 8])
@@ -159,7 +167,7 @@ def test_layouts_for_gpus_are_legal(processes: int, tmp_path: Path) -> None:
 
 
 def test_a_gpu_without_a_data_sheet_is_tested_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On one GPU, experts are tested in both implementations."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -167,9 +175,7 @@ def test_a_gpu_without_a_data_sheet_is_tested_all_the_same(
     device = SimpleNamespace(name="NVIDIA H100 NVL")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: device)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-    suites = machine_suites(1)
-    test = self_test(suites, tmp_path / "selftest", None, Options())
-    assert test.machine == Machine("h100-80gb", 1, "NVIDIA H100 NVL")
-    rehearsal = prepare(load_recipe(EXPERTS), test.options)
-    layouts = chosen_layouts(rehearsal.layouts[0], 1, suites[1].patterns)
+    assert gpu_machine(None) == Machine("h100-80gb", 1, "NVIDIA H100 NVL")
+    rehearsal = prepare(load_recipe(EXPERTS), Options(processes=1, gpu="h100-80gb"))
+    layouts = chosen_layouts(rehearsal.layouts[0], 1, machine_suites(1)[1].patterns)
     assert {one.parallel.engine for one in layouts} == {"ddp", "megatron"}

@@ -153,11 +153,13 @@ def test_a_plan_that_is_too_large_is_found() -> None:
     [
         (["--gpu", "--ranks", "4"], ON_GPUS, "0 to 3"),
         (["--gpu", "--ranks", "one"], ON_GPUS, "numbers of ranks"),
-        (["--ranks", "1"], ON_GPUS, "only with --gpu"),
-        (["--cluster", "1x4xh100-80gb"], ON_GPUS, "only with --gpu"),
+        (["--ranks", "1"], ON_GPUS, "with --gpu"),
+        (["--cluster", "1x4xh100-80gb", "--out", "x"], ON_GPUS, "with --on gpu"),
+        (["--gpu", "--on", "gpu"], ON_GPUS, "needs no GPUs"),
         (["--gpu", "--cluster", "h100-80gb"], [], "NODESxGPUSxNAME"),
         (["--gpu", "--layouts", "fsdp2"], ON_GPUS, "the recipe's own layout is run"),
         (["--gpu"], [], "a GPU, with --gpu"),
+        (["--gpu"], [*ON_GPUS, "optimizer.name=muon"], "--set optimizer.name=adamw"),
         (["--gpu"], [*ON_GPUS, *NVME], "--set parallel.zero.offload_optimizer=cpu"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.cli.options import AsJson, Overrides, SelfTestFolder
+from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_UNAVAILABLE, PlanError
 from toolkit.text.generated import check_out
@@ -27,7 +27,11 @@ CalibrateOption = Annotated[
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option(help="Cluster file that --calibrate writes; default: cluster.yaml."),
+    typer.Option(
+        metavar="FILE",
+        help="Cluster file that --calibrate writes (default: cluster.yaml), or the self-test's "
+        "report (default: dmt-selftest.md).",
+    ),
 ]
 GpuSelfTestOption = Annotated[
     bool,
@@ -51,7 +55,6 @@ def doctor(
     calibrate: CalibrateOption = False,
     out: OutOption = None,
     gpu_selftest: GpuSelfTestOption = False,
-    folder: SelfTestFolder = None,
     processes: ProcessesOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -67,13 +70,12 @@ def doctor(
             "RECIPE": (recipe, checks),
             "--set": (overrides, recipe is not None),
             "--gpu-selftest": (gpu_selftest, not calibrate),
-            "--out": (out, calibrate),
-            "--folder": (folder, gpu_selftest),
+            "--out": (out, not checks),
             "--processes": (processes, not checks),
         }
     )
     if gpu_selftest:
-        _self_test(folder, processes, as_json)
+        _self_test(out, processes, as_json)
     elif calibrate:
         _calibrate(processes, out or Path("cluster.yaml"), as_json)
     else:
@@ -86,8 +88,8 @@ def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
     if useless:
         raise PlanError(
             f"dmt doctor: {', '.join(useless)} would be ignored here",
-            fix="leave it out: a check reads RECIPE and --set; --calibrate reads "
-            "--processes and --out; --gpu-selftest reads --processes and --folder",
+            fix="leave it out: a check reads RECIPE and --set; --calibrate and --gpu-selftest "
+            "read --processes and --out",
         )
 
 
@@ -117,12 +119,10 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     output(as_json, data, [f"wrote {out}; use it with --cluster {out}"], wrap=False)
 
 
-def _self_test(folder: Path | None, processes: int | None, as_json: bool) -> None:
+def _self_test(out: Path | None, processes: int | None, as_json: bool) -> None:
     from toolkit.cli.selftest import run_self_test
-    from toolkit.doctor.calibrate import this_machine
-    from toolkit.doctor.selftest import LIMIT_S, machine_suites, self_test
+    from toolkit.doctor.selftest import LIMIT_S, machine_suites
     from toolkit.rehearse.rehearsal import Options
 
-    suites = machine_suites(this_machine(processes).processes)
-    test = self_test(suites, folder, processes, Options(limit_s=LIMIT_S))
-    run_self_test(test, as_json=as_json)
+    options = Options(limit_s=LIMIT_S)
+    run_self_test(machine_suites, processes, out, options, as_json=as_json)

@@ -41,11 +41,9 @@ ClusterOption = Annotated[
         "cluster file (`dmt doctor --calibrate` writes one for this machine).",
     ),
 ]
-SelfTestFolder = Annotated[
+SelfTestReport = Annotated[
     Path | None,
     typer.Option(
-        "--folder",
-        metavar="FOLDER",
-        help="Where the self-test works and writes report.md; default: dmt-selftest.",
+        "--out", metavar="FILE", help="Report of the self-test; default: dmt-selftest.md."
     ),
 ]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -15,12 +14,12 @@ from toolkit.cli.options import (
     ClusterOption,
     Overrides,
     RecipePath,
-    SelfTestFolder,
+    SelfTestReport,
 )
 from toolkit.cli.output import Line, Table, output
 from toolkit.cli.rehearse_gpu import dress_rehearsal
 from toolkit.cli.selftest import run_self_test
-from toolkit.doctor.selftest import NUMBERS, Suite, self_test
+from toolkit.doctor.selftest import NUMBERS, Suite
 from toolkit.errors import EXIT_FAILED, Problem, RecipeError, RunFailed
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
@@ -42,11 +41,42 @@ from toolkit.text.terminal import tell
 
 _COLOURS = {"exact": "green", "within": "green", "diverged": "bold red", "skipped": "dim"}
 
+Layouts = Annotated[
+    list[str],
+    typer.Option(
+        metavar="NAME,NAME", help="Only these layouts; globs such as 'zero*'; default: all."
+    ),
+]
+Steps = Annotated[
+    int | None, typer.Option(min=1, max=1000, help="Optimizer steps; default: 5.")
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(min=1, max=64, help="At a time, at most; default: 4, or every GPU."),
+]
+TimeLimit = Annotated[
+    float | None,
+    typer.Option(min=1, help="Seconds after which a layout counts as hanging; default: 300."),
+]
 OnDevice = Annotated[
     Literal["cpu", "gpu"],
     typer.Option(
         help="gpu: on this machine's GPUs, in fp32 and in bf16; then a run is killed and "
-        "resumed, and report.md is written."
+        "resumed, and a report is written."
+    ),
+]
+FakeGpus = Annotated[
+    bool,
+    typer.Option(
+        "--gpu",
+        help="Instead, run the recipe's own layout at its true size on GPUs that are not "
+        "there: memory of its ranks.",
+    ),
+]
+Ranks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N,N", help="With --gpu: these; default: the first of each pipeline stage."
     ),
 ]
 
@@ -54,36 +84,14 @@ OnDevice = Annotated[
 def rehearse(
     recipe: RecipePath,
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
-    layouts: Annotated[
-        list[str],
-        typer.Option(
-            metavar="NAME,NAME", help="Only these layouts; globs such as 'zero*'; default: all."
-        ),
-    ] = [],  # noqa: B006 - as above
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Optimizer steps.")] = 5,
-    processes: Annotated[
-        int | None,
-        typer.Option(min=1, max=64, help="At a time, at most; default: 4, or every GPU."),
-    ] = None,
-    time_limit: Annotated[
-        float, typer.Option(min=1, help="Seconds after which a layout counts as hanging.")
-    ] = 300,
+    layouts: Layouts = [],  # noqa: B006 - as above
+    steps: Steps = None,
+    processes: Processes = None,
+    time_limit: TimeLimit = None,
     on: OnDevice = "cpu",
-    folder: SelfTestFolder = None,
-    gpu: Annotated[
-        bool,
-        typer.Option(
-            "--gpu",
-            help="Instead, run the recipe's own layout at its true size on GPUs that are not "
-            "there: memory of its ranks.",
-        ),
-    ] = False,
-    ranks: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N", help="With --gpu: these; default: the first of each pipeline stage."
-        ),
-    ] = None,
+    out: SelfTestReport = None,
+    gpu: FakeGpus = False,
+    ranks: Ranks = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -98,42 +106,40 @@ def rehearse(
 
     Example: `dmt rehearse llama-bytes --layouts 'recipe,zero*' --steps 10`
     """
-    _check_options(layouts, ranks, cluster, on, folder, gpu=gpu)
+    _refuse_useless(
+        {
+            "--on": (on == "gpu", not gpu, "without --gpu, which needs no GPUs"),
+            "--layouts": (layouts, not gpu, "without --gpu: the recipe's own layout is run"),
+            "--steps": (steps, not gpu, "without --gpu, which runs one step"),
+            "--processes": (processes, not gpu, "without --gpu: each rank runs by itself"),
+            "--time-limit": (time_limit, not gpu, "without --gpu"),
+            "--out": (out, on == "gpu", "with --on gpu"),
+            "--ranks": (ranks, gpu, "with --gpu"),
+            "--cluster": (cluster, gpu, "with --gpu"),
+        }
+    )
     if gpu:
         dress_rehearsal(recipe, overrides, ranks, cluster, as_json=as_json)
         return
-    options = Options(steps, processes or 4, time_limit)
+    options = Options(steps or 5, processes or 4, time_limit or 300.0)
     patterns = [part.strip() for names in layouts for part in names.split(",")]
     loaded = load_recipe(recipe, overrides)
     if on == "cpu":
         _in_every_layout(loaded, patterns, options, as_json=as_json)
         return
     suite = Suite(loaded, NUMBERS[: 3 if loaded.kernels.fp8 else 2], patterns)
-    run_self_test(self_test([suite], folder, processes, options), as_json=as_json)
+    run_self_test(lambda _: [suite], processes, out, options, as_json=as_json)
 
 
-def _check_options(
-    layouts: Sequence[str],
-    ranks: str | None,
-    cluster: str | None,
-    on: str,
-    folder: Path | None,
-    *,
-    gpu: bool,
-) -> None:
-    """Raises RecipeError for an option that another kind of rehearsal has."""
-    if gpu and on == "gpu":
-        allowed = "one of them: --gpu needs no GPUs, --on gpu trains on this machine's"
-        raise RecipeError([Problem("--gpu", "with --on gpu", allowed, "remove one")])
-    if folder is not None and on == "cpu":
-        raise RecipeError([Problem("--folder", str(folder), "only with --on gpu", "add it")])
-    if gpu and layouts:
-        allowed = "without --gpu: there, the recipe's own layout is run"
-        found = ", ".join(layouts)
-        raise RecipeError([Problem("--layouts", found, allowed, "use --set parallel.…")])
-    for name, value in (("--ranks", ranks), ("--cluster", cluster)):
-        if value is not None and not gpu:
-            raise RecipeError([Problem(name, repr(value), "only with --gpu", "add --gpu")])
+def _refuse_useless(stated: Mapping[str, tuple[object, bool, str]]) -> None:
+    """Each option's value, whether the others allow it, and when they do."""
+    problems = [
+        Problem(name, str(value), allowed, "leave it out")
+        for name, (value, meant, allowed) in stated.items()
+        if value and not meant
+    ]
+    if problems:
+        raise RecipeError(problems)
 
 
 def _in_every_layout(

@@ -1,37 +1,54 @@
 """`dmt rehearse --on gpu`, `dmt doctor --gpu-selftest`: progress, table and report."""
 
 import shutil
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 import typer
 from rich.text import Text
 
 from toolkit.cli.output import Hanging, output
-from toolkit.doctor.selftest import Check, SelfTest, write_report
+from toolkit.doctor.selftest import MARK, Check, Suite, gpu_machine, report, self_test
 from toolkit.errors import EXIT_FAILED
+from toolkit.rehearse.rehearsal import Options
+from toolkit.text.generated import check_out
 from toolkit.text.terminal import tell
 
 _COLOURS = {"ok": "green", "skipped": "dim", "failed": "bold red"}
 
 
-def run_self_test(test: SelfTest, *, as_json: bool) -> None:
+def run_self_test(
+    suites_of: Callable[[int], Sequence[Suite]],
+    processes: int | None,
+    out: Path | None,
+    options: Options,
+    *,
+    as_json: bool,
+) -> None:
     """Run it, with a line about each check and a report that is written after each.
 
-    Exits with 4 when a part failed; only then its runs are kept.
+    `suites_of`: what so many GPUs are tested with. Exits with 4 when a part failed; only then
+    its runs are kept.
     """
+    machine, out = gpu_machine(processes), out or Path("dmt-selftest.md")
+    check_out(out, MARK)
+    folder = Path(tempfile.mkdtemp(prefix="dmt-selftest-"))
     began, checks = time.monotonic(), list[Check]()
-    for check in test.checks():
+    for check in self_test(suites_of(machine.processes), machine, folder, options):
         checks.append(check)
         tell(f"{check.step}  {check.name}  {check.verdict}  {check.found}")
-        file = write_report(test.folder, test.machine, checks, time.monotonic() - began)
+        out.write_text(report(machine, checks, time.monotonic() - began), encoding="utf-8")
     failed = any(check.verdict == "failed" for check in checks)
-    if not failed:
-        shutil.rmtree(test.folder / "runs")
-    data = {"machine": asdict(test.machine), "checks": [asdict(check) for check in checks]}
+    if failed:
+        tell(f"the runs are in {folder}")
+    else:
+        shutil.rmtree(folder)
+    data = {"machine": asdict(machine), "checks": [asdict(check) for check in checks]}
     output(as_json, data, _lines(checks))
-    tell(f"wrote {file}: attach it when you report a problem")
+    tell(f"wrote {out}: attach it when you report a problem")
     if failed:
         raise typer.Exit(EXIT_FAILED)
 

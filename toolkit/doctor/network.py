@@ -1,14 +1,10 @@
 """Names and interfaces by which ranks meet, and the login of W&B."""
 
-import netrc
 import os
 import shlex
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from ipaddress import ip_address
-from pathlib import Path
-from urllib.parse import urlsplit
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
@@ -20,11 +16,12 @@ _LOOPBACK = "ranks of other machines cannot reach it (pytorch/gloo#223)"
 
 def check(needs: Needs) -> Iterator[Finding]:
     yield from _interface_variables(needs)
-    if needs.several_machines and "GLOO_SOCKET_IFNAME" not in os.environ:
-        yield _host_name(needs.several_machines)
-    yield from _master(needs)
+    if needs.several_machines:
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            yield _host_name(needs.several_machines)
+        yield from _master(needs.several_machines)
     if needs.wandb:
-        yield from _wandb_login(needs.wandb)
+        yield _wandb_login(needs.wandb)
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -98,61 +95,41 @@ def _interface_variables(needs: Needs) -> Iterator[Finding]:
 
 def _matches(stated: str, there: dict[str, list[str]], exact: bool) -> bool:
     """gloo takes whole names; NCCL beginnings of names, `=name` and `^not,these`."""
-    if exact:
-        return all(name.strip() in there for name in stated.split(","))
-    if stated.startswith("^"):
-        others = tuple(stated[1:].lstrip("=").split(","))
-        return any(not name.startswith(others) for name in there)
-    if stated.startswith("="):
-        return any(name in there for name in stated[1:].split(","))
-    names = [one.partition(":")[0] for one in stated.split(",")]
-    return any(name.startswith(tuple(names)) for name in there)
+    names = [one.strip().partition(":")[0] for one in stated.lstrip("^=").split(",")]
+    if exact or stated.startswith("="):
+        return all(name in there for name in names)
+    return any(name.startswith(tuple(names)) is not stated.startswith("^") for name in there)
 
 
-def _master(needs: Needs) -> Iterator[Finding]:
+def _master(needed_by: str) -> Iterator[Finding]:
     """MASTER_ADDR, which launchers set and which may be left over in a shell."""
     address = os.environ.get("MASTER_ADDR")
     if address is None:
         return
-    several: str | bool | None = needs.several_machines
-    with suppress(ValueError):  # a launcher around this process may have chosen them
-        world = int(os.environ.get("WORLD_SIZE", "1"))
-        several = several or world > int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
     try:
         resolved = str(socket.getaddrinfo(address, None)[0][4][0])
     except OSError as error:
-        yield Finding(
-            "MASTER_ADDR", "problem" if several else "warning",
-            f"{address!r} does not resolve: {error}", needed_by=needs.several_machines,
-            cost="ranks that take it find no rank 0",
-            fix="unset MASTER_ADDR, or name rank 0's machine by its address",
-        )  # fmt: skip
-        return
-    if several and _is_loopback(resolved):
-        yield Finding(
-            "MASTER_ADDR", "problem", f"{address} is {resolved}", cost=_LOOPBACK,
-            needed_by=needs.several_machines,
-            fix="export MASTER_ADDR=the address of rank 0's machine",
-        )  # fmt: skip
+        found, cost = f"{address!r} does not resolve: {error}", "ranks find no rank 0"
     else:
-        yield Finding("MASTER_ADDR", "ok", f"{address} is {resolved}")
-
-
-def _wandb_login(needed_by: str) -> Iterator[Finding]:
-    """The place of the key, never the key."""
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    named = os.environ.get("NETRC")
-    files = [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]
-    text = f"none for {host}"
-    try:
-        keys = [one for one in files if one.is_file() and host in netrc.netrc(str(one)).hosts]
-    except (OSError, netrc.NetrcParseError) as error:
-        keys, text = [], f"{getattr(error, 'filename', None) or '~/.netrc'}: {error}"
-    if os.environ.get("WANDB_API_KEY") or keys:
-        yield Finding("W&B login", "ok", "WANDB_API_KEY" if not keys else str(keys[0]))
-        return
+        found, cost = f"{address} is {resolved}", _LOOPBACK
+        if not _is_loopback(resolved):
+            yield Finding("MASTER_ADDR", "ok", found)
+            return
     yield Finding(
-        "W&B login", "problem", text, needed_by=needed_by,
+        "MASTER_ADDR", "problem", found, cost=cost, needed_by=needed_by,
+        fix="unset MASTER_ADDR, or export the address of rank 0's machine",
+    )  # fmt: skip
+
+
+def _wandb_login(needed_by: str) -> Finding:
+    """Whether there is a key; never the key."""
+    from requests.utils import get_netrc_auth  # by way of wandb
+
+    server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
+    if os.environ.get("WANDB_API_KEY") or get_netrc_auth(server):
+        return Finding("W&B login", "ok", f"a key for {server}")
+    return Finding(
+        "W&B login", "problem", f"no key for {server}", needed_by=needed_by,
         cost="nothing of the run reaches W&B",
         fix="wandb login, or export WANDB_API_KEY; or logging.wandb.mode: offline",
     )  # fmt: skip

@@ -78,15 +78,10 @@ def _of_choices() -> Iterator[Package]:
     yield from _OPTIONAL
 
 
-OLD_KERNEL = (5, 5)
-"""Accelerate warns below it: processes may hang (huggingface/accelerate#1929)."""
-
-
 def check(needs: Needs) -> Iterator[Finding]:
-    """Python, the kernel, DMT's own packages, those that the recipe needs, and those that are
+    """Python, DMT's own packages, those that the recipe needs, and those that are
     compiled against torch."""
     yield _python(needs)
-    yield from _kernel(platform.release())
     yield Finding("dmt", "ok", toolkit.__version__)
     wanted = {one.name: one for one in _of_choices() if one.name in needs.packages}
     wanted |= {one.name: one for one in _of_every_installation()}
@@ -106,16 +101,6 @@ def _python(needs: Needs) -> Finding:
         fix=f"python3.12 -m venv .venv && .venv/bin/pip install {source()}",
         needed_by=needs.run,
     )  # fmt: skip
-
-
-def _kernel(release: str) -> Iterator[Finding]:
-    numbers = release.partition("-")[0].split(".")[:2]
-    if all(number.isdecimal() for number in numbers) and (*map(int, numbers),) < OLD_KERNEL:
-        yield Finding(
-            "kernel", "warning", f"Linux {release}",
-            cost="processes may hang (huggingface/accelerate#1929)",
-            fix="use Linux 5.5 or later",
-        )  # fmt: skip
 
 
 def _package(package: Package, needs: Needs) -> Finding:

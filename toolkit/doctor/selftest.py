@@ -5,39 +5,26 @@ A part that fails is a check of the report, and the next part follows.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from toolkit import __version__
 from toolkit.doctor import accelerators, packages
 from toolkit.doctor.calibrate import Machine, closest, this_machine
 from toolkit.doctor.needs import Needs
-from toolkit.errors import (
-    EXIT_FAILED,
-    BackendUnavailable,
-    PlanError,
-    RunFailed,
-)
+from toolkit.errors import EXIT_FAILED, BackendUnavailable, RunFailed
 from toolkit.intake.load import load_recipe
 from toolkit.launchers.process import die_with_parent
 from toolkit.recipe.places import RECIPES
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.comparison import TOLERANCE, Bounds, relative_difference
 from toolkit.rehearse.layouts import STANDARD, RehearsedLayout, on_one_process, select
-from toolkit.rehearse.rehearsal import (
-    LayoutResult,
-    Options,
-    Rehearsal,
-    prepare,
-    run_layout,
-    run_reference,
-)
+from toolkit.rehearse.rehearsal import Options, prepare, run_layout, run_reference
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.system.failpoints import VARIABLE
@@ -92,8 +79,7 @@ class Check:
     """The end of a failed part's output."""
 
 
-@dataclass(frozen=True)
-class Suite:
+class Suite(NamedTuple):
     """A recipe that is made small and compared."""
 
     recipe: Recipe
@@ -102,24 +88,37 @@ class Suite:
     """Names and globs of layouts; empty: all for which there are enough devices."""
 
 
-@dataclass(frozen=True)
-class SelfTest:
-    """What is tested, and where."""
+def machine_suites(processes: int) -> list[Suite]:
+    """What so many GPUs are tested with: a dense model, and one with experts."""
+    names = {one.name for one in (on_one_process() if processes == 1 else STANDARD)}
+    return [
+        Suite(load_recipe(DENSE), NUMBERS),
+        Suite(load_recipe(EXPERTS), ("bf16",), [one for one in EXPERT_LAYOUTS if one in names]),
+    ]
 
-    suites: Sequence[Suite]
-    machine: Machine
-    folder: Path
-    """Every part has a folder under `runs`; the report is next to it."""
-    options: Options
 
-    def checks(self) -> Iterator[Check]:
-        """Run everything."""
-        for suite in self.suites:
-            yield from self._isolated(suite.recipe.name, self.losses(suite))
-        yield from self._isolated("resume", self._resume())
+def gpu_machine(processes: int | None) -> Machine:
+    """This machine's GPUs.
 
-    def _isolated(self, step: str, checks: Iterator[Check]) -> Iterator[Check]:
-        """The checks of a part, and a failed one if it raises."""
+    Raises BackendUnavailable without a GPU, or with one older than all of the hardware
+    catalogue; PlanError for more processes than GPUs.
+    """
+    machine = this_machine(processes)
+    if machine.gpu == "cpu":
+        raise BackendUnavailable(
+            "the self-test needs a GPU, and torch sees none on this machine",
+            fix="`dmt doctor` says why; `dmt rehearse RECIPE` compares layouts on CPUs",
+        )
+    return closest(machine, "the self-test")
+
+
+def self_test(
+    suites: Sequence[Suite], machine: Machine, folder: Path, options: Options
+) -> Iterator[Check]:
+    """Run everything, each part in a folder of its own in `folder`."""
+    options = replace(options, processes=machine.processes, gpu=machine.gpu)
+    parts = {suite.recipe.name: losses(suite, folder, options) for suite in suites}
+    for step, checks in (parts | {"resume": resume(machine, folder / "resume")}).items():
         try:
             yield from checks
         except Exception as error:  # noqa: BLE001 - a part is isolated, whatever it raises
@@ -127,110 +126,38 @@ class SelfTest:
             first, _, tail = text.partition("\n")
             yield Check(step, "", "failed", first, tail=tail)
 
-    def losses(self, suite: Suite) -> Iterator[Check]:
-        """Train the reference and then every layout, in each kind of numbers."""
-        rehearsal = self._small(suite.recipe)
-        folder = self.folder / "runs" / suite.recipe.name
-        reference = run_reference(rehearsal, self.options, folder / "reference")
-        layouts = chosen_layouts(rehearsal.layouts[0], self.options.processes, suite.patterns)
-        for numbers in suite.numbers:
-            changes = {
-                "training.precision": "fp32" if numbers == "fp32" else "bf16",
-                "kernels.fp8": "rowwise" if numbers == "fp8" else None,
-            }
-            recipe = rehearsal.recipe.with_values(changes)
-            step, bounds = f"{suite.recipe.name} {numbers}", BOUNDS[numbers]
-            skipped = []
-            for layout in layouts:
-                at = folder / numbers / layout.name
-                result = run_layout(recipe, layout, reference, self.options, at, bounds)
-                if result.verdict == "skipped":
-                    skipped.append(result.why)
-                else:
-                    yield _check(step, result, bounds)
-            if len(skipped) == len(layouts):
-                yield Check(step, "", "skipped", skipped[0])
 
-    def _small(self, recipe: Recipe) -> Rehearsal:
-        rehearsal = prepare(recipe.with_values({"kernels.fp8": None}), self.options)
-        longer = {"training.sequence_length": SEQUENCE}
-        return replace(rehearsal, recipe=rehearsal.recipe.with_values(longer))
-
-    def _resume(self) -> Iterator[Check]:
-        """Kill a rank of a run, start the run again, and compare the steps done twice."""
-        ranks = self.machine.processes
-        kill = {VARIABLE: f"step=kill@rank{ranks - 1},hit{KILLED}"}
-        code = self._launch(kill)
-        before = self._run_losses()
-        last = max(before, default=0)
-        if code != EXIT_FAILED or last <= SAVED:
-            raise self._run_failed(f"the killed run ended with {code} after step {last}")
-        if code := self._launch({}):
-            raise self._run_failed(f"the resumed run ended with {code}")
-        events = jsonl.read(self._run.events)
-        resumed = [event["step"] for event in events if event["kind"] == "resume"]
-        after = self._run_losses()
-        twice = {step: loss for step, loss in before.items() if step > SAVED}
-        far = max(relative_difference(after[step], loss) for step, loss in twice.items())
-        whole = resumed == [SAVED] and max(after) == STEPS
-        steps = ", ".join(map(str, twice))
-        yield Check(
-            "resume",
-            f"rank {ranks - 1} killed",
-            "ok" if whole and far <= TOLERANCE.loss else "failed",
-            f"resumed from step {resumed}, repeated {steps}: loss {far:.0e}, then to "
-            f"{max(after)}",
-            f"from {SAVED}, loss {TOLERANCE.loss:g}, to {STEPS}",
+def losses(suite: Suite, folder: Path, options: Options) -> Iterator[Check]:
+    """Train the reference and then every layout, in each kind of numbers."""
+    rehearsal = prepare(suite.recipe.with_values({"kernels.fp8": None}), options)
+    small = rehearsal.recipe.with_values({"training.sequence_length": SEQUENCE})
+    folder = folder / suite.recipe.name
+    reference = run_reference(replace(rehearsal, recipe=small), options, folder / "reference")
+    layouts = chosen_layouts(rehearsal.layouts[0], options.processes, suite.patterns)
+    for numbers in suite.numbers:
+        changes = {
+            "training.precision": "fp32" if numbers == "fp32" else "bf16",
+            "kernels.fp8": "rowwise" if numbers == "fp8" else None,
+        }
+        recipe, bounds = small.with_values(changes), BOUNDS[numbers]
+        step, bound = (
+            f"{suite.recipe.name} {numbers}",
+            f"loss {bounds[0]:g}, norm {bounds[1]:g}",
         )
-
-    @property
-    def _run(self) -> RunDirectory:
-        return RunDirectory(self.folder / "runs" / "resume" / "run")
-
-    def _launch(self, environment: Mapping[str, str]) -> int:
-        """`dmt launch` of the tiny recipe on this machine; its exit code."""
-        machine = self.machine
-        settings = [
-            *_QUIET, f"training.steps={STEPS}", f"checkpoint.every_steps={SAVED}",
-            f"training.global_batch_size={4 * machine.processes}", "cluster.nodes=1",
-            "checkpoint.asynchronous=false", f"cluster.gpus_per_node={machine.processes}",
-            f"cluster.gpu={machine.gpu}",
-        ]  # fmt: skip
-        command = [*python(), "-m", "toolkit.cli.main", "launch", str(DENSE)]
-        command += ["--run-dir", str(self._run.path), *(f"--set={one}" for one in settings)]
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as log:
-            try:
-                return subprocess.run(
-                    command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
-                    stdout=log, stderr=log, timeout=LIMIT_S, check=False,
-                    preexec_fn=die_with_parent(signal.SIGTERM),
-                ).returncode  # fmt: skip
-            except subprocess.TimeoutExpired as error:
-                raise self._run_failed(f"no end after {LIMIT_S:g} s") from error
-
-    @property
-    def _log(self) -> Path:
-        return self._run.path.parent / "log"
-
-    def _run_losses(self) -> dict[int, float]:
-        """Step → loss of the run's logged steps."""
-        return {one["step"]: float(one["loss"]) for one in jsonl.read(self._run.metrics)}
-
-    def _run_failed(self, what: str) -> RunFailed:
-        text = self._log.read_text("utf-8", errors="replace")
-        lines = [line for line in text.splitlines() if line.strip()]
-        return RunFailed("\n".join([what, *lines[-_TAIL_LINES:]]))
-
-
-def _check(step: str, result: LayoutResult, bounds: Bounds) -> Check:
-    bound = f"loss {bounds.loss:g}, norm {bounds.grad_norm:g}"
-    verdict: CheckVerdict = "failed" if result.verdict == "diverged" else "ok"
-    text = [result.why] if result.why else []
-    if far := result.comparison:
-        text.append(f"loss {far.max_rel_loss:.0e}, norm {far.max_rel_grad_norm:.0e}")
-    name = result.candidate.name
-    return Check(step, name, verdict, "; ".join(text), bound, result.log)
+        skipped = []
+        for layout in layouts:
+            at = folder / numbers / layout.name
+            result = run_layout(recipe, layout, reference, options, at, bounds)
+            if result.verdict == "skipped":
+                skipped.append(result.why)
+                continue
+            verdict: CheckVerdict = "failed" if result.verdict == "diverged" else "ok"
+            said = [result.why] if result.why else []
+            if far := result.comparison:
+                said.append(f"loss {far.max_rel_loss:.0e}, norm {far.max_rel_grad_norm:.0e}")
+            yield Check(step, layout.name, verdict, "; ".join(said), bound, result.log)
+        if len(skipped) == len(layouts):
+            yield Check(step, "", "skipped", skipped[0])
 
 
 def chosen_layouts(
@@ -244,61 +171,66 @@ def chosen_layouts(
     return select([one for one in found if one.processes <= processes], patterns)
 
 
-def self_test(
-    suites: Sequence[Suite], folder: Path | None, processes: int | None, options: Options
-) -> SelfTest:
-    """The test of this machine's GPUs, its folder made (default: dmt-selftest).
+def resume(machine: Machine, folder: Path) -> Iterator[Check]:
+    """Kill a rank of a run, start the run again, and compare the steps done twice."""
+    run, last_rank = RunDirectory(folder / "run"), machine.processes - 1
+    code, said = _launch(run, machine, {VARIABLE: f"step=kill@rank{last_rank},hit{KILLED}"})
+    before = _logged_losses(run)
+    last = max(before, default=0)
+    if code != EXIT_FAILED or last <= SAVED:
+        raise RunFailed(f"the killed run ended with {code} after step {last}\n{said}")
+    code, said = _launch(run, machine, {})
+    if code:
+        raise RunFailed(f"the resumed run ended with {code}\n{said}")
+    resumed = [event["step"] for event in jsonl.read(run.events) if event["kind"] == "resume"]
+    after = _logged_losses(run)
+    twice = {step: loss for step, loss in before.items() if step > SAVED}
+    far = max(relative_difference(after[step], loss) for step, loss in twice.items())
+    whole = resumed == [SAVED] and max(after) == STEPS
+    yield Check(
+        "resume",
+        f"rank {last_rank} killed",
+        "ok" if whole and far <= TOLERANCE.loss else "failed",
+        f"resumed from step {resumed}, repeated {', '.join(map(str, twice))}: loss {far:.0e}, "
+        f"then to {max(after)}",
+        f"from {SAVED}, loss {TOLERANCE.loss:g}, to {STEPS}",
+    )
 
-    Raises BackendUnavailable without a GPU, or with one older than all of the hardware
-    catalogue; PlanError for more processes than GPUs, or a folder that holds something else.
-    """
-    machine = this_machine(processes)
-    if machine.gpu == "cpu":
-        raise BackendUnavailable(
-            "the self-test needs a GPU, and torch sees none on this machine",
-            fix="`dmt doctor` says why; `dmt rehearse RECIPE` compares layouts on CPUs",
-        )
-    machine = closest(machine, "the self-test")
-    folder = folder or Path("dmt-selftest")
-    claim(folder)
-    options = replace(options, processes=machine.processes, gpu=machine.gpu)
-    return SelfTest(suites, machine, folder.resolve(), options)
 
-
-def claim(folder: Path) -> None:
-    """Empty the folder of an earlier self-test. Raises PlanError if it holds something else."""
-    report = folder / "report.md"
-    ours = report.is_file() and report.read_text("utf-8", errors="replace").startswith(MARK)
-    if folder.exists() and not ours and (not folder.is_dir() or any(folder.iterdir())):
-        raise PlanError(
-            f"--folder: {folder} exists and was not written by this command",
-            fix="name another folder, or remove it",
-        )
-    shutil.rmtree(folder / "runs", ignore_errors=True)
+def _launch(
+    run: RunDirectory, machine: Machine, environment: Mapping[str, str]
+) -> tuple[int, str]:
+    """`dmt launch` of the tiny recipe on this machine; its exit code, and what it said last.
+    Raises RunFailed for one that hangs."""
+    settings = [
+        *_QUIET, f"training.steps={STEPS}", f"checkpoint.every_steps={SAVED}",
+        f"training.global_batch_size={4 * machine.processes}", "cluster.nodes=1",
+        "checkpoint.asynchronous=false", f"cluster.gpus_per_node={machine.processes}",
+        f"cluster.gpu={machine.gpu}",
+    ]  # fmt: skip
+    command = [*python(), "-m", "toolkit.cli.main", "launch", str(DENSE)]
+    command += ["--run-dir", str(run.path), *(f"--set={one}" for one in settings)]
     try:
-        (folder / "runs").mkdir(parents=True)
-        report.write_text(f"{MARK}: not finished\n", "utf-8")  # the folder is ours from here on
-    except OSError as error:
-        raise PlanError(f"--folder: cannot write: {error}", fix="name another") from error
+        done = subprocess.run(
+            command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False,
+            preexec_fn=die_with_parent(signal.SIGTERM), text=True, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise RunFailed(f"no end after {LIMIT_S:g} s") from error
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    return done.returncode, "\n".join(lines[-_TAIL_LINES:])
 
 
-def machine_suites(processes: int) -> list[Suite]:
-    """What so many GPUs are tested with: a dense model, and one with experts."""
-    names = {one.name for one in (on_one_process() if processes == 1 else STANDARD)}
-    return [
-        Suite(load_recipe(DENSE), NUMBERS),
-        Suite(load_recipe(EXPERTS), ("bf16",), [one for one in EXPERT_LAYOUTS if one in names]),
-    ]
+def _logged_losses(run: RunDirectory) -> dict[int, float]:
+    """By step."""
+    return {one["step"]: float(one["loss"]) for one in jsonl.read(run.metrics)}
 
 
-def write_report(
-    folder: Path, machine: Machine, checks: Sequence[Check], took_s: float
-) -> Path:
-    """Write `report.md`, for a person or an issue: no secrets, no names of this machine."""
-    file = folder / "report.md"
+def report(machine: Machine, checks: Sequence[Check], took_s: float) -> str:
+    """Markdown for a person or an issue: no secrets, no names of this machine."""
     home, text = str(Path.home()), "\n".join(_report(machine, checks, took_s))
-    file.write_text(redact(text if home == "/" else text.replace(home, "~")) + "\n", "utf-8")
-    return file
+    return redact(text if home == "/" else text.replace(home, "~")) + "\n"
 
 
 def _report(machine: Machine, checks: Sequence[Check], took_s: float) -> Iterator[str]:

@@ -17,7 +17,6 @@ LEAST_BYTES = 64 * 2**20
 LEAST_SHARED_BYTES = 512 * 2**20
 """NCCL takes about 10 MB per channel and pair of ranks (NVIDIA/nccl#342); a container has
 64 MiB by default."""
-LEAST_FILES = 4096
 LEAST_LOCKED_BYTES = 2**30
 
 
@@ -27,7 +26,7 @@ def check(needs: Needs) -> Iterator[Finding]:
     if needs.nvme is not None:
         yield _nvme(needs.nvme)
     yield from _shared_memory(Path("/dev/shm"), needs)
-    yield from _limits(needs)
+    yield from _locked_memory(needs)
 
 
 def _disk(needs: Needs) -> Finding:
@@ -93,13 +92,7 @@ def _shared_memory(folder: Path, needs: Needs) -> Iterator[Finding]:
         yield Finding(str(folder), "ok", text)
 
 
-def _limits(needs: Needs) -> Iterator[Finding]:
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files != resource.RLIM_INFINITY and files < LEAST_FILES:
-        yield Finding(
-            "open files", "note", f"{files} a process", fix=f"ulimit -n {LEAST_FILES}",
-            cost="many ranks or data files exceed it",
-        )  # fmt: skip
+def _locked_memory(needs: Needs) -> Iterator[Finding]:
     # InfiniBand and DeepSpeed's asynchronous I/O pin memory.
     pinning = needs.ops.get("async_io") or (needs.several_machines if needs.gpu else None)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]

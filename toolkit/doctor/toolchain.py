@@ -1,16 +1,14 @@
 """Compilers and programs that a recipe needs, and locks of killed builds."""
 
-import re
 from collections.abc import Iterator
 
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
-from toolkit.doctor.probe import ask
+from toolkit.doctor.probe import ask_python, is_installed
 from toolkit.engines.deepspeed.ops import (
     ON_GPU,
     build_folder,
     compiled_at_start,
-    cuda_compiler,
     missing_tools,
     put_ninja_on_path,
     stale_locks,
@@ -21,6 +19,12 @@ from toolkit.system import interpreter
 from toolkit.system.compilers import missing_for_torch_compile
 
 _NOT_COMPILED = "DeepSpeed cannot compile its operators, and the run ends before its first step"
+
+_NVCC = """
+from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch, installed_cuda_version
+assert_no_cuda_mismatch()
+print("CUDA {}.{}".format(*installed_cuda_version()))
+"""
 
 
 def check(needs: Needs) -> Iterator[Finding]:
@@ -61,33 +65,23 @@ def _to_compile(needs: Needs) -> dict[str, str]:
 
 
 def _nvcc(needed_by: str) -> Iterator[Finding]:
-    """CUDA's compiler, of the version that torch is built for: DeepSpeed refuses others."""
+    """CUDA's compiler: DeepSpeed refuses one of another version than torch is built for."""
     try:
         built_for = torch_accelerator()
     except BackendUnavailable:
         return
-    if not built_for.startswith("cu"):
+    if not built_for.startswith("cu") or not is_installed("deepspeed"):
         return
-    digits = built_for.removeprefix("cu")
-    wanted = f"{digits[:-1]}.{digits[-1]}"
-    found = _nvcc_version()
-    if found is not None and found.partition(".")[0] == wanted.partition(".")[0]:
-        yield Finding("nvcc", "ok", f"{found}; torch is built for {wanted}")
+    answer = ask_python(_NVCC)
+    if answer.done:
+        yield Finding("nvcc", "ok", answer.out.splitlines()[-1])
         return
-    text = f"{found}, and torch is built for {wanted}" if found else "there is no nvcc"
+    _, _, why = answer.out.partition(": ")
     yield Finding(
-        "nvcc", "problem", text, cost=_NOT_COMPILED, needed_by=needed_by,
-        fix=f"install CUDA {wanted}'s toolkit and set CUDA_HOME to it",
+        "nvcc", "problem", why, cost=_NOT_COMPILED, needed_by=needed_by,
+        fix=f"install the toolkit of CUDA {built_for[2:-1]}.{built_for[-1]}, and set CUDA_HOME "
+        "to it",
     )  # fmt: skip
-
-
-def _nvcc_version() -> str | None:
-    program = cuda_compiler()
-    answer = ask([program, "--version"]) if program else None
-    if answer is None or not answer.done:
-        return None
-    release = re.search(r"release (\d+\.\d+)", answer.out)
-    return release[1] if release else None
 
 
 def _locks(needs: Needs) -> Iterator[Finding]:

@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DataError, DirectoryInUse, DmtError
-from toolkit.report.attempts import Event, amount, attempts, step_of
+from toolkit.report.attempts import Event
 from toolkit.report.goodput import Goodput, Metrics, goodput
 from toolkit.report.summary import Ending, RunState, Summary, summarize
 from toolkit.run import jsonl
@@ -24,8 +23,6 @@ _TAIL = 1 << 16
 """Bytes at the end of a metrics file that hold its last line."""
 _ALIVE_S = 60.0
 """Where files have no locks, a run that has written nothing for that long counts as ended."""
-_MOST_GAPS = 3
-"""Between logged lines, that are named."""
 _DEEPEST = 5
 """Folders below the one that is searched for runs."""
 
@@ -115,23 +112,7 @@ def read_record(path: Path, *, with_environment: bool = False) -> RunRecord:
     record.plan = _mapping(run.plan, parse_mapping, record.missing)
     if with_environment:
         record.environment = _mapping(run.environment, parse_mapping, record.missing)
-    record.missing += _unlogged(record)
     return record
-
-
-def _unlogged(record: RunRecord) -> Iterator[str]:
-    """Steps that were done and have no line."""
-    logging = record.recipe.get("logging")
-    every = amount(logging, "every_steps") if isinstance(logging, dict) else None
-    if every is None:
-        return
-    steps = [step for line in record.metrics if (step := step_of(line)) is not None]
-    done = [one.step for one in attempts(record.events)[-1:]]
-    gaps = [pair for pair in pairwise([0, *steps, *done]) if pair[1] - pair[0] > every]
-    for before, after in gaps[:_MOST_GAPS]:
-        yield f"metrics.jsonl: no line between step {before:,} and step {after:,}"
-    if len(gaps) > _MOST_GAPS:
-        yield f"metrics.jsonl: {len(gaps) - _MOST_GAPS:,} more such gaps"
 
 
 def require_run(path: Path) -> RunDirectory:

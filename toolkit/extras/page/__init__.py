@@ -5,8 +5,7 @@ uPlot (MIT licence, `uPlot.LICENSE`). Nothing is fetched: the page's own policy 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -113,18 +112,14 @@ def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section |
 def write_page(records: Sequence[RunRecord], path: Path) -> None:
     """Write the page. Raises DataError when `path` is another file or cannot be written."""
     text = page(page_data(records))
-    with _writing(path):
-        if path.exists() and not read_bytes(path).startswith(_BEGINS):
-            raise DataError(f"--html: {path} is no page", fix="name another file, or remove it")
-        write_atomically(path, text)
-
-
-@contextmanager
-def _writing(path: Path) -> Iterator[None]:
     try:
-        yield
+        ours = not path.exists() or read_bytes(path).startswith(_BEGINS)
+        if ours:
+            write_atomically(path, text)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(
             f"--html: {path} cannot be written ({why})", fix="name another file"
         ) from error
+    if not ours:
+        raise DataError(f"--html: {path} is no page", fix="name another file, or remove it")

@@ -126,15 +126,6 @@ def _plan(record: RunRecord) -> Section | None:
             for name, value in layout.items()
             if name == "dp" or value not in _NOT_USED
         ]
-    event = record.summary.prediction or {"predicted": plan.get("predicted")}
-    for side in ("predicted", "measured"):
-        for name, value in _mapping(event.get(side)).items():
-            label, text = f"{side}: {name.replace('_', ' ')}", str(value)
-            if isinstance(value, int | float) and name.endswith(("_s", "_gib")):
-                label, _, unit = label.rpartition(" ")
-                text = seconds(value) if unit == "s" else size(value)
-            if value is not None:
-                facts.append([label, text])
     reasons = plan.get("reasons")
     items = [str(reason) for reason in reasons] if isinstance(reasons, list) else []
     return {"title": "Plan", "facts": facts, "items": items}
@@ -149,7 +140,3 @@ def _what_happened(found: Sequence[Mapping[str, Any]]) -> Section | None:
     note = f"The last {len(rows)} of {len(found)}." if len(found) > len(rows) else ""
     table = [["step", "", "time (UTC)", "why"], *rows]
     return {"title": "What happened", "note": note, "table": table}
-
-
-def _mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -4,7 +4,7 @@ import re
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -30,13 +31,13 @@ from toolkit.rehearse.gpu import (
     OTHER,
     WEIGHTS,
     Peak,
-    answers,
 )
 
 BLOCK = 512
 """Bytes that PyTorch's allocator rounds a request up to (`kMinBlockSize`)."""
 _PASSING = (ACTIVATIONS, BACKWARD, OTHER)
 _COLLECTIVES, _SHAPES = "torch/distributed/fsdp/", "torch/distributed/tensor/_sharding_prop"
+_aten, _c10d = torch.ops.aten, torch.ops.c10d
 _OF_TORCH = ("torch/", "toolkit/rehearse/gpu/", "contextlib")
 
 
@@ -103,7 +104,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if DTensor in types:
             return NotImplemented  # what it does with its parts comes here, too
-        out = answers.run(func, args, kwargs or {}, self._routed)
+        out = _result(func, args, kwargs or {}, self._routed)
         for one in tree_leaves(out):
             if isinstance(one, FakeTensor) and one.device.type == "cuda":
                 self._see(one.untyped_storage(), func)
@@ -234,3 +235,46 @@ def _code_location() -> tuple[str, set[str]]:
             return f"{Path(path).name} {frame.f_code.co_name}", inside
         frame = frame.f_back
     return "", inside
+
+
+def _result(func: Any, args: Any, kwargs: Any, routed: float) -> Any:
+    """The result of an operator: a number is 1, and a flag, whether something is wrong, is
+    False; a mask selects `routed` of the elements, as that of the experts that get a token
+    does."""
+    if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+        kind = args[0].dtype
+        if kind in (torch.bool, torch.uint8):
+            return False
+        return 1.0 if kind.is_floating_point else 1
+    if func is _aten.masked_select.default:
+        return args[0].new_empty(round(args[0].numel() * routed))
+    if func in _COALESCED:
+        return _COALESCED[func](*args)
+    if func is _aten.detach.default and type(args[0]) is Tensor and args[0].is_meta:
+        # torch.tensor(…, device="meta") is not a fake one: a buffer of gemma's embedding.
+        mode = detect_fake_mode()
+        assert mode is not None
+        args = (mode.from_tensor(args[0]),)
+    return func(*args, **kwargs)
+
+
+def _one_by_one(operator: Any) -> Callable[..., Any]:
+    """What does the same with each pair of tensors; fake tensors know no coalesced operator."""
+
+    def run(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *options: Any) -> Any:
+        for pair in zip(outputs, inputs, strict=True):
+            _, work = operator(*pair, *options)
+        return work
+
+    return run
+
+
+def _all_reduce(tensors: Sequence[Tensor], group: Any, operation: Any, *_: Any) -> Any:
+    return _c10d.allreduce_(tensors, group, operation, None)[1]
+
+
+_COALESCED = {
+    _c10d.allreduce_coalesced_.default: _all_reduce,
+    _c10d.allgather_into_tensor_coalesced_.default: _one_by_one(_c10d._allgather_base_),
+    _c10d.reduce_scatter_tensor_coalesced_.default: _one_by_one(_c10d._reduce_scatter_base_),
+}

@@ -1,4 +1,4 @@
-"""Fakes a GPU in this process: torch.cuda and collectives.
+"""Fakes a GPU in this process: torch.cuda, collectives, and what libraries ask of other ranks.
 
 Everything here lasts until the process ends, and nothing is computed.
 """
@@ -6,10 +6,13 @@ Everything here lasts until the process ends, and nothing is computed.
 import contextlib
 import math
 import os
+import sys
 import types
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,9 +31,6 @@ CAPABILITY = (9, 0)
 class Idle:
     """A CUDA stream or event without pending work."""
 
-    device, device_type = GPU, 1
-    device_index = stream_id = cuda_stream = 0
-
     def __init__(self, *_: object, **__: object) -> None: ...
 
     def __enter__(self) -> "Idle":
@@ -40,7 +40,7 @@ class Idle:
 
     def synchronize(self, *_: object) -> None: ...
 
-    record = wait = wait_stream = wait_event = synchronize
+    record = wait_stream = wait_event = synchronize
 
     def query(self) -> bool:
         return True
@@ -51,9 +51,6 @@ class Idle:
     def record_event(self, event: "Idle | None" = None) -> "Idle":
         return event or Idle()
 
-    def elapsed_time(self, _: object) -> float:
-        return 0.0
-
 
 class _Generator:
     """A random stream that is always in the same state."""
@@ -62,11 +59,6 @@ class _Generator:
         return torch.empty(16, dtype=torch.uint8)
 
     def set_state(self, _: object) -> None: ...
-
-    def manual_seed(self, _: int) -> None: ...
-
-    def initial_seed(self) -> int:
-        return 0
 
 
 _DEFAULT = Idle()
@@ -175,8 +167,7 @@ def _rms_norm(
 
 
 _WITHOUT_EFFECT = (
-    *("_lazy_init", "init", "set_device", "reset_peak_memory_stats", "empty_cache"),
-    *("manual_seed", "manual_seed_all", "set_rng_state", "set_stream", "synchronize"),
+    *("set_device", "reset_peak_memory_stats", "empty_cache", "manual_seed", "synchronize"),
 )
 _EMPTY = "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"
 
@@ -197,16 +188,13 @@ def _have_cuda() -> None:
         "is_initialized": lambda: True,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "get_device_name": lambda *_: "fake",
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_properties": lambda *_: properties,
         "is_bf16_supported": lambda *_, **__: True,
-        "mem_get_info": lambda *_: (MEMORY_BYTES, MEMORY_BYTES),
         "memory_stats": lambda *_: {},
         "Stream": Idle,
         "Event": Idle,
         "current_stream": lambda *_: _DEFAULT,
-        "default_stream": lambda *_: _DEFAULT,
         "stream": _within,
         "device": lambda _: contextlib.nullcontext(),
         "get_rng_state": lambda *_, **__: _Generator().get_state(),
@@ -220,8 +208,8 @@ def _have_cuda() -> None:
 def _have_accelerator() -> None:
     """Functions elsewhere in torch."""
     _replace(torch.cuda, default_generators=(_Generator(),))
-    _replace(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing(), mark=_nothing())
-    _replace(torch._C, _cuda_getCurrentRawStream=lambda _: 0)
+    _replace(torch.cuda.nvtx, range_push=_nothing(), range_pop=_nothing())
+    _replace(torch._C, _cuda_getCurrentRawStream=None)  # inductor reads it when it is imported
     _replace(torch.utils, swap_tensors=_swap)
     _replace(
         torch,
@@ -229,12 +217,7 @@ def _have_accelerator() -> None:
         get_rng_state=lambda: _Generator().get_state(),
         set_rng_state=_nothing(),
     )
-    _replace(
-        torch.accelerator,
-        current_stream=lambda *_: _DEFAULT,
-        set_stream=_nothing(),
-        synchronize=_nothing(),
-    )
+    _replace(torch.accelerator, current_stream=lambda *_: _DEFAULT)
     _replace(Tensor, record_stream=_nothing(), pin_memory=lambda self, *_: self)
 
 
@@ -256,19 +239,70 @@ def _send_nothing() -> None:
         with unset_fake_temporarily():
             return create(*arguments, **options | {"backend": "fake"})
 
-    def really(make: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*arguments: Any, **options: Any) -> Any:
-            with unset_fake_temporarily():  # a mesh holds the numbers of ranks
-                return make(*arguments, **options)
+    mesh = device_mesh.init_device_mesh
 
-        return made
+    def new_mesh(*arguments: Any, **options: Any) -> Any:
+        with unset_fake_temporarily():  # it holds the numbers of ranks
+            return mesh(*arguments, **options)
 
     def all_gather_object(found: list[Any], value: Any, **_: object) -> None:
         found[:] = [value] * len(found)
 
-    _replace(dist, all_gather_object=all_gather_object, broadcast_object_list=_nothing())
+    _replace(dist, all_gather_object=all_gather_object)
     for module in (dist, distributed_c10d):
         _replace(module, new_group=new_group)
-    mesh = device_mesh.DeviceMesh
-    _replace(mesh, from_group=really(mesh.from_group))
-    _replace(device_mesh, init_device_mesh=really(device_mesh.init_device_mesh))
+    _replace(device_mesh, init_device_mesh=new_mesh)
+
+
+_CPU_ADAM = types.SimpleNamespace(create_adam=lambda *_: 0, adam_update=lambda *_: 0)
+"""DeepSpeed's update on the host, which would have to be compiled, and reads elements."""
+
+
+def import_engine(engine: str) -> None:
+    """Import the engine of this path, and let its libraries compile nothing."""
+    models = import_module(engine.partition(":")[0])
+    if hasattr(models, "import_deepspeed"):
+        models.import_deepspeed()
+        adam: Any = import_module("deepspeed.ops.adam.cpu_adam")
+        adam.CPUAdamBuilder = lambda: types.SimpleNamespace(load=lambda: _CPU_ADAM)
+
+
+def answer_libraries() -> None:
+    """Replace functions of the imported libraries that need elements or other ranks.
+
+    Each of megatron-core's experts gets the same number of tokens; DeepSpeed's ranks, which
+    compare the order of their layers, agree.
+    """
+    for module, name, value in (
+        ("megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _counts),
+        (
+            "deepspeed.runtime.zero.partitioned_param_coordinator",
+            "assert_ints_same_as_other_ranks",
+            lambda _: None,
+        ),
+    ):
+        if module in sys.modules:
+            setattr(sys.modules[module], name, value)
+
+
+def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """What the dispatcher's tensor would hold; see its `preprocess` for their meaning."""
+    del as_numpy, record_stream
+    if not torch.is_tensor(tensor):
+        return tensor
+    tensor.to("cpu", non_blocking=True)  # as the original, so that it is found
+    dispatcher = sys._getframe(1).f_locals["self"]
+    routed = dispatcher.routing_map.shape[0] * dispatcher.config.moe_router_topk
+    each, local = routed // dispatcher.num_experts, dispatcher.num_local_experts
+    sent = each * local
+    meanings = {
+        "input_splits": sent,
+        "output_splits": sent,
+        "output_splits_tp": sent * dispatcher.ep_size,
+        "num_global_tokens_per_local_expert": each,
+    }
+    value = each * dispatcher.tp_size * dispatcher.ep_size
+    for name, meant in meanings.items():
+        if getattr(dispatcher, name, None) is tensor:
+            value = meant
+    return np.full(tuple(tensor.shape), value)

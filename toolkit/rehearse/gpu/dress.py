@@ -81,7 +81,8 @@ class DressRehearsal:
         default, the recipe's own.
 
         Raises RecipeError for ranks that the layout does not have, for a recipe that is
-        not for GPUs, and for what is offloaded to NVMe.
+        not for GPUs, for what is offloaded to NVMe, and for updates of whole matrices of which
+        ranks hold parts.
         """
         layout = planned.plan.layout
         if planned.recipe.cluster.gpu == "cpu":
@@ -92,6 +93,10 @@ class DressRehearsal:
                 allowed = "none or cpu, with --gpu: fake tensors have no elements to write"
                 setting = f"parallel.zero.{key}"
                 raise RecipeError([Problem(setting, "'nvme'", allowed, f"--set {setting}=cpu")])
+        if planned.recipe.optimizer.kind.whole and (layout.zero_stage or layout.tp > 1):
+            found, fix = repr(planned.recipe.optimizer.name), "--set optimizer.name=adamw"
+            allowed = "adamw, with --gpu: a rank alone has parts of a matrix, not all of it"
+            raise RecipeError([Problem("optimizer.name", found, allowed, fix)])
         each = layout.world // layout.pp
         chosen = tuple(ranks) or tuple(each * stage for stage in range(layout.pp))
         if unknown := [rank for rank in chosen if not 0 <= rank < layout.world]:

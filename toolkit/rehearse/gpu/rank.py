@@ -21,7 +21,7 @@ from toolkit.models import compiled
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
 from toolkit.models.families.tensors import Block
-from toolkit.rehearse.gpu import Peak, answers, device
+from toolkit.rehearse.gpu import Peak, device
 from toolkit.rehearse.gpu.account import Account
 from toolkit.run.assignment import Assignment, read_assignment
 from toolkit.run.directory import RunDirectory
@@ -64,14 +64,14 @@ def rehearse(assignment: Assignment, rank: int, mode: FakeTensorMode) -> Peak:
     weights = NoWeights(hf.parameter_shapes(config))
     spec = model_spec(config.to_dict())
     account = Account(spec.experts_per_token / spec.experts if spec.experts else 0.0)
-    answers.before(BACKENDS[engine_name].engine)
+    device.import_engine(BACKENDS[engine_name].engine)
     with mode, account.following(), compiled.eager():
         setup = EngineSetup.of(
             recipe, assignment.plan, assignment.engine_config, ranks, config, weights
         )
         # What a probe compares are numbers, which these tensors lack.
         engine = build_engine(engine_name, setup, probe=False)
-        answers.replace()
+        device.answer_libraries()
         account.own(_modules(engine))
         for _ in range(2):
             account.begin()
