@@ -88,16 +88,6 @@ def test_a_finished_run_writes_an_export_that_is_not_whole(ddp_run, tmp_path, lo
     assert config.exists()
 
 
-@pytest.mark.usefixtures("extended_run")
-@pytest.mark.parametrize("change", [{"training.seed": 8}, {"model.config.hidden_size": 64}])
-def test_another_recipe_is_refused(project: Project, change):
-    ended = project.launch("extended", {"training.steps": 20, **change}, code=2)
-    (key,) = change
-    assert f"{key}\n      found    {change[key]}" in ended.err
-    assert "--run-dir OTHER" in ended.err
-    assert "Traceback" not in ended.err
-
-
 @pytest.mark.parametrize(
     "layout", [{}, {"parallel.engine": "megatron", "parallel.tensor": 2}], ids=["ddp", "tp2"]
 )

@@ -8,15 +8,13 @@ from typing import Any
 
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.errors import (
-    EXIT_DONE,
     EXIT_FAILED,
-    EXIT_RESUMABLE,
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
 )
 from toolkit.launchers.base import Outcome
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST, cause_of, hang_of
+from toolkit.run.ending import PEER_LOST, cause_in, cause_of, hang_of
 from toolkit.run.recorded import read_events
 from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
@@ -101,13 +99,10 @@ def log_tail(path: Path) -> str:
 
 def _first_failure(events: Sequence[Mapping[str, Any]]) -> RankExit | None:
     """The first rank that reported why it failed, otherwise the first that lost another."""
-    failed = [
-        e for e in _ends(events) if e.get("exit_code") not in (EXIT_DONE, EXIT_RESUMABLE, None)
-    ]
-    failed.sort(key=lambda event: event.get("error") == PEER_LOST)
-    if not failed:
+    end = cause_in(events) or next((e for e in _ends(events) if e.get("error")), None)
+    if end is None:
         return None
-    return RankExit(rank=int(failed[0].get("rank", 0)), code=int(failed[0]["exit_code"]))
+    return RankExit(int(end.get("rank", 0)), int(end.get("exit_code", EXIT_FAILED)))
 
 
 def not_retryable(events: Sequence[Mapping[str, Any]]) -> bool:
@@ -143,15 +138,12 @@ def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
         ranks = hang_of(hangs, range(max(worlds, default=0))).ranks
         who = f"rank {', '.join(map(str, ranks))} hung" if ranks else "all ranks waited"
         return f"{who} in step {max(int(event.get('step') or 0) for event in hangs) + 1}"
-    failed = [event for event in _ends(events) if event.get("error")]
-    for event in failed:
-        first_line = str(event["error"]).partition("\n")[0]
-        if first_line != PEER_LOST:
-            return f"rank {event.get('rank', 0)}: {first_line}"
-    heard = {event.get("rank") for event in _ends(events)}
+    if cause := cause_in(events):
+        return f"rank {cause.get('rank', 0)}: {str(cause['error']).splitlines()[0]}"
+    heard = {event.get("rank") for event in _ends(events) if event.get("error")}
     silent = [rank for rank in range(max(worlds, default=0)) if rank not in heard]
     who = f"rank {silent[0]}" if len(silent) == 1 else "a rank"
-    if not failed or " was killed by " in outcome or outcome.startswith(f"{who} "):
+    if not heard or " was killed by " in outcome or outcome.startswith(f"{who} "):
         return outcome
     return f"{who} was killed, or its machine is gone"
 

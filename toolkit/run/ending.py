@@ -48,9 +48,14 @@ def events_offset(run_dir: Path) -> int:
 
 def cause_of(run_dir: Path, offset: int) -> str | None:
     """The error of the first rank that failed by itself, in events after `offset`."""
-    events = read_events(RunDirectory(run_dir).events, offset)
-    said = [event.get("error") for event in events if event.get("kind") == "end"]
-    return next((str(error) for error in said if error and error != PEER_LOST), None)
+    cause = cause_in(read_events(RunDirectory(run_dir).events, offset))
+    return None if cause is None else str(cause["error"])
+
+
+def cause_in(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The `end` of the first rank that failed by itself."""
+    told = (event for event in events if event.get("kind") == "end" and event.get("error"))
+    return next((event for event in told if event["error"] != PEER_LOST), None)
 
 
 @dataclass(frozen=True)

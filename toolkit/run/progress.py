@@ -5,8 +5,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
-    Task,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -17,13 +15,6 @@ from toolkit.text.terminal import printable, tell
 
 _SHOWN_WAIT = 0.01
 """Share of the step time from which waits are shown."""
-
-
-class _MetricsColumn(ProgressColumn):
-    """Loss, speed and MFU of the last logged step."""
-
-    def render(self, task: Task) -> Text:
-        return Text(task.fields["summary"], style="cyan", no_wrap=True)
 
 
 class ProgressReport:
@@ -40,7 +31,7 @@ class ProgressReport:
             self._bar = Progress(
                 MofNCompleteColumn(),
                 BarColumn(bar_width=10),
-                _MetricsColumn(),
+                TextColumn("{task.fields[summary]}", style="cyan", markup=False),
                 TextColumn("left"),
                 TimeRemainingColumn(),
                 console=self._console,

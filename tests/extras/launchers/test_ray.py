@@ -99,8 +99,8 @@ def test_an_elastic_run_loses_a_node_and_takes_another_in(project: Project):
         command.wait_for(lambda: steps_logged(run_dir) >= 8, "steps on it")
         rank = command.ranks()[0]
         rank.suspend()
-        third = nodes.enter_context(started(node, project.folder, env))
-        third.wait_for(lambda: any(map(has_met, third.alive())), "its agent")
+        nodes.enter_context(started(node, project.folder, env))
+        command.wait_for(lambda: sum(map(has_met, command.alive())) == 2, "the new agent")
         rank.resume()
         command.end(code=0)
     assert resized(run_dir) == [(2, 1), (1, 2)]
