@@ -1,13 +1,13 @@
 """`kernels.loss: chunked`: the numbers of whole logits, in less memory."""
 
 import resource
-from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
+from tests.engines.small import batch, small_model
 from tests.forked import run_ranks
 from toolkit import layout
 from toolkit.batch import MicroBatch
@@ -15,49 +15,24 @@ from toolkit.errors import PlanError
 from toolkit.layout import LossKernel
 from toolkit.models import huggingface as hf
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": True},
-    "gemma2": {"head_dim": 8},
-    "granite": {"logits_scaling": 3.0},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "mixtral": {"num_local_experts": 4},
-}
+FAMILIES = "llama", "gemma2", "granite", "gpt2", "mixtral"
 """Logits that are capped, divided, of a head that is the embedding, behind experts."""
-
-
-def small_model(family: str) -> PreTrainedModel:
-    config = AutoConfig.for_model(
-        family, vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, bos_token_id=0, eos_token_id=0,
-        **FAMILIES[family],
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    return hf.new_model(config, torch.float32).eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
     """Log-probabilities and gradients against cross entropy of whole logits."""
-    model = small_model(family)
-    tokens = torch.randint(97, (2, 33), generator=torch.Generator().manual_seed(1))
-    batch = MicroBatch(tokens, tokens.roll(-1, 1))
-    logits = model(tokens).logits
-    losses = cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+    model, tokens = small_model(family, tie_word_embeddings=family != "mixtral"), batch(3, 22)
+    logits = model(tokens.input_ids).logits
+    losses = cross_entropy(logits.flatten(0, 1), tokens.labels.flatten(), reduction="none")
     weights = torch.rand(losses.shape, generator=torch.Generator().manual_seed(2))
-    expected = dict(
-        zip(
-            dict(model.named_parameters()),
-            torch.autograd.grad((losses * weights).sum(), list(model.parameters())),
-            strict=True,
-        )
-    )
+    expected = torch.autograd.grad((losses * weights).sum(), list(model.parameters()))
     hf.chunk_loss(model, "chunked")
-    found = hf.log_probs(model, batch)
+    found = hf.log_probs(model, tokens)
     torch.testing.assert_close(-found.flatten(), losses, rtol=1e-6, atol=1e-6)
     torch.autograd.backward(-(found.flatten() * weights).sum())
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-5, atol=1e-6)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_that_always_makes_all_logits() -> None:

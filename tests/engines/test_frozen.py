@@ -1,7 +1,5 @@
-"""What does not train has no gradient, gradient buffer or optimizer state on any engine.
-
-In fp32, the run is that of plain transformers with `requires_grad_(False)`; test_pairs.py has
-it in 16 bits and with other features.
+"""What does not train has no gradient, gradient buffer, optimizer state or moments in a
+checkpoint, on any engine. That its runs are plain transformers' is in test_pairs.py.
 """
 
 import re
@@ -16,17 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engines.cases import LAYERS, OFFLOAD_TOLERANCE, TOLERANCE, assert_curves, megatron
+from tests.engines.cases import LAYERS, megatron
 from tests.engines.parity_worker import (
     SEED,
-    STEPS,
     Case,
-    curves,
     each_case,
-    first_batch,
     new_engine,
     plain_model,
-    reference,
     steps,
     write_state,
 )
@@ -38,6 +32,7 @@ from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import verify
 from toolkit.engines.distributed import Ranks
 
+STEPS = 2
 PADDING = 256
 """Elements that an optimizer may add to its partitions."""
 ATTENTION = ("*.self_attn.*", "*.post_attention_layernorm.weight")
@@ -77,9 +72,9 @@ OFFLOADED = [
 
 
 def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
-    """Train; loss and norm of each step, and what is held for the parameters of this rank."""
+    """Train; what is held for the parameters of this rank."""
     engine, layout = new_engine(case, ranks, SEED)
-    results = steps(engine, layout, ranks, 0, STEPS)
+    steps(engine, layout, ranks, 0, STEPS)
     parameters = list(parameters_of(engine))
     trained = sum(numel_of(p) for p in parameters if p.requires_grad)
     moments = sum(
@@ -89,14 +84,12 @@ def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
     )
     write_state(case, ranks, engine, STEPS, Path(folder) / case.name)
     result = {
-        **curves(results),
         "gradients": sum(p.grad is not None for p in parameters if not p.requires_grad),
         "trained": trained,
         "frozen": sum(numel_of(p) for p in parameters) - trained,
         "moments": moments * shares_of(case, ranks.world),
         "buffers": sum(buffer.grad_data.numel() for buffer in buffers_of(engine)),
     }
-    engine.evaluate(first_batch(ranks, layout)[0])
     engine.close()
     return result
 
@@ -140,19 +133,11 @@ def buffers_of(engine: Any) -> Iterator[Any]:
         yield from (*replica.buffers, *replica.expert_parallel_buffers)
 
 
-def curves_of(case: Case) -> dict[str, list[float]]:
-    """By transformers and torch alone."""
-    still = re.compile(FROZEN[case.freeze])
-    return reference(family=case.family, frozen=lambda name: still.match(name) is not None)
-
-
-def check(cases: list[Case], folder: Path, tolerance: float = TOLERANCE) -> None:
+def check(cases: list[Case], folder: Path) -> None:
     found = call_ranks(each_case, 2, partial(look, str(folder)), cases)
     for case in cases:
         print(case.name)
         ranks = [results[case.name] for results in found]
-        if case.precision == "fp32":
-            assert_curves(ranks[0], curves_of(case), tolerance=tolerance, name=case.name)
         for rank in ranks:
             assert rank["gradients"] == 0
             assert abs(rank["moments"] - rank["trained"]) < PADDING
@@ -182,4 +167,4 @@ def test_engines(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_adam")
 def test_offload(tmp_path: Path) -> None:
-    check(OFFLOADED, tmp_path, OFFLOAD_TOLERANCE)
+    check(OFFLOADED, tmp_path)

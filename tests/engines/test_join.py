@@ -1,7 +1,7 @@
 """Which GPU a rank takes, and what it joins: torch.cuda is replaced by as much of it as that
 needs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from io import StringIO
 from types import SimpleNamespace
 from typing import Any
@@ -52,8 +52,12 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
         dist.destroy_process_group()
 
 
-def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]:
+def have_gpus(
+    monkeypatch: pytest.MonkeyPatch, count: int, environment: Mapping[str, str] | None = None
+) -> list[torch.device]:
     """Devices that are chosen on a machine that shows `count` GPUs."""
+    for name, value in (environment or {}).items():
+        monkeypatch.setenv(name, value)
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
@@ -68,9 +72,7 @@ def have_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> list[torch.device]
 def test_a_scheduler_may_show_each_rank_its_gpu_only(
     monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]], shown: int, index: int
 ) -> None:
-    for name, value in SRUN.items():
-        monkeypatch.setenv(name, value)
-    chosen = have_gpus(monkeypatch, shown)
+    chosen = have_gpus(monkeypatch, shown, SRUN)
     ranks = join()
     assert ranks.device == torch.device("cuda", index)
     assert chosen == [ranks.device]
@@ -83,9 +85,7 @@ def test_later_groups_are_not_split_off(
     monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]]
 ) -> None:
     """All ranks would have to take part in each split: 1,553 for megatron-core on 256 GPUs."""
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    have_gpus(monkeypatch, 4)
+    have_gpus(monkeypatch, 4, TORCHRUN)
     join()
     assert "device_id" in joined[0], "NCCL connects at once"
     splits: list[object] = []
@@ -98,21 +98,20 @@ def test_later_groups_are_not_split_off(
 def test_more_ranks_than_gpus_are_refused(
     monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]]
 ) -> None:
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    have_gpus(monkeypatch, 1)
+    have_gpus(monkeypatch, 1, TORCHRUN)
     with pytest.raises(BackendUnavailable, match="rank 3 has no GPU: 4 processes"):
         join()
     assert not joined
 
 
+@pytest.mark.parametrize(("gpus", "backend"), [(1, "nccl"), (0, "gloo")])
 def test_one_rank_binds_no_device(
-    monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]]
+    monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]], gpus: int, backend: str
 ) -> None:
     """Bound, every later group would be split off by NCCL, which has nobody to reach."""
-    have_gpus(monkeypatch, 1)
-    assert join().device == torch.device("cuda", 0)
-    assert joined[0]["backend"] == "nccl" and "device_id" not in joined[0]
+    have_gpus(monkeypatch, gpus)
+    assert join().device == torch.device("cuda:0" if gpus else "cpu")
+    assert joined[0]["backend"] == backend and "device_id" not in joined[0]
 
 
 @pytest.mark.parametrize(("listed", "kept"), [("0-1,64-65\n", {0, 1}), ("8-15\n", None)])
@@ -160,29 +159,16 @@ def test_the_threads_of_an_offloaded_optimizer(
         monkeypatch.delenv(name, raising=False)
         if value:
             monkeypatch.setenv(name, value)
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    have_gpus(monkeypatch, 4 if gpus else 0)
+    have_gpus(monkeypatch, 4 if gpus else 0, TORCHRUN)
     join()
     assert joined and threads == ([3] if divided else [])
-
-
-def test_cpus_join_by_gloo(
-    monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]]
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    have_gpus(monkeypatch, 0)
-    assert join().device == torch.device("cpu")
-    assert joined[0]["backend"] == "gloo"
 
 
 def test_several_restarting_agents_must_not_share_their_store(
     monkeypatch: pytest.MonkeyPatch, joined: list[dict[str, Any]]
 ) -> None:
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "2"}
-    for name, value in (TORCHRUN | {"LOCAL_WORLD_SIZE": "2"} | agent).items():
-        monkeypatch.setenv(name, value)
-    have_gpus(monkeypatch, 0)
+    have_gpus(monkeypatch, 0, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"} | agent)
     with pytest.raises(BackendUnavailable) as caught:
         join()
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caught.value.fix and not joined

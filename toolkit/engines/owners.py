@@ -120,67 +120,11 @@ class _Transfer:
             into(block).copy_(stored_values(block, offset, received))
 
 
-class Exchange:
-    """Updates of tensors that are sharded over ranks or replicated."""
-
-    def __init__(
-        self, blocks: Sequence[Block], settings: OptimizerSection, device: torch.device
-    ) -> None:
-        """Plan the exchange for this rank's `blocks`, as stored; collective."""
-        self.whole, rank = whole_of(settings), dist.get_rank()
-        self.rule: UpdateRule = load(self.whole.rule)(settings)
-        held: list[list[Block]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(held, list(blocks))
-        tensors = _owned(held)
-        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        self.owned = {name for name, one in tensors.items() if one.owner == rank}
-        by_replicas = self.whole.by_replicas
-        replicated = {name for name, one in tensors.items() if by_replicas and one.replicated}
-        self.alone = [block for block in blocks if block.tensor in replicated]
-        """Whole tensors that every holder, including this rank, updates."""
-        updated = sorted(self.owned | {block.tensor for block in self.alone})
-        self.states = {name: self._new_states(self.shapes[name], device) for name in updated}
-        """By tensor and quantity."""
-        self._empty = torch.empty(0, dtype=getattr(torch, self.whole.sent), device=device)
-        sent = {name: one for name, one in tensors.items() if name not in replicated}
-        self.rounds = [
-            (
-                [name for name in part if name in self.owned],
-                _Transfer((r, t.owner, b) for t in part.values() for r, b in t.sources),
-                _Transfer((t.owner, r, b) for t in part.values() for r, b in t.holders),
-            )
-            for part in _rounds(sent, len(held))
-        ]
-        """The tensors that this rank updates, with the gradients for their owners and the
-        updates for their holders."""
-
-    def run(self, held: Mapping[Block, Tensor], step: int) -> None:
-        """Replace this rank's rectangles of the gradients, [rows, columns] or [rows], by those
-        of the updates of step `step`; collective."""
-        for block in self.alone:
-            held[block].copy_(self._update(block.tensor, held[block], step))
-        for owned, gradients, updates in self.rounds:
-            wholes = {name: self._empty.new_empty(self.shapes[name]) for name in owned}
-            gradients.run(held.__getitem__, partial(_rectangle, wholes), self._empty)
-            for name, whole in wholes.items():
-                wholes[name] = self._update(name, whole, step)
-            updates.run(partial(_rectangle, wholes), held.__getitem__, self._empty)
-
-    def _new_states(self, shape: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
-        return {
-            quantity: torch.zeros(
-                kind.shape(shape), dtype=getattr(torch, kind.dtype), device=device
-            )
-            for quantity, kind in self.whole.states(shape).items()
-        }
-
-    def _update(self, name: str, whole: Tensor, step: int) -> Tensor:
-        return self.rule.update(whole, self.states[name], step)
-
-
-def _owned(held: Sequence[Sequence[Block]]) -> dict[str, _Tensor]:
-    """The tensors whose rectangles are `held` by the ranks, the largest first. The owner is the
-    holder that owns the fewest elements so far."""
+def _owned(
+    held: Sequence[Sequence[Block]], cost: Callable[[tuple[int, ...]], int]
+) -> dict[str, _Tensor]:
+    """The tensors whose rectangles are `held` by the ranks, the most expensive first. The owner
+    is the holder with the least work so far."""
     holders: dict[str, list[tuple[int, Block]]] = {}
     for rank, blocks in enumerate(held):
         for block in blocks:
@@ -277,8 +221,7 @@ class OwnerOptimizer(torch.optim.AdamW):
         assert parameter.grad is not None, "computed"
         local(parameter).mul_(1 - rate * group["weight_decay"])
         for held in unit.held[parameter]:
-            shape = unit.exchange.shapes[held.block.tensor]
-            adjusted = rate * unit.exchange.rule.rate(shape)
+            adjusted = rate * unit.rule.rate(unit.shapes[held.block.tensor])
             held.of(parameter).add_(held.of(parameter.grad), alpha=-adjusted)
         self.state[parameter]["step"] += 1
 
@@ -301,7 +244,8 @@ def new_optimizer(
 
 
 class Unit:
-    """Parameters that are updated in one exchange."""
+    """Parameters whose tensors, sharded over ranks or replicated, are updated in one
+    exchange."""
 
     run_by_engine = False
     """True: the engine calls `compute`, before all optimizers' steps; otherwise a step does."""
@@ -310,37 +254,84 @@ class Unit:
         self,
         owners: Mapping[Tensor, OwnerOptimizer],
         held: Mapping[Tensor, list[_Piece]],
-        exchange: Exchange,
+        settings: OptimizerSection,
+        device: torch.device,
     ) -> None:
+        """Plan the exchange of what this rank has `held` of the parameters; collective."""
         self.owners = owners
         """The parameters, with the optimizers that update them."""
         self.held = held
-        self.exchange = exchange
+        self.whole = whole_of(settings)
+        self.rule: UpdateRule = load(self.whole.rule)(settings)
         for parameter, optimizer in owners.items():
             optimizer.units[parameter] = self
+        blocks = [one.block.stored for parameter in owners for one in held[parameter]]
+        everyones: list[list[Block]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyones, blocks)
+        tensors = _owned(everyones)
+        self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.owned = {name for name, one in tensors.items() if one.owner == dist.get_rank()}
+        by_replicas = self.whole.by_replicas
+        replicated = {name for name, one in tensors.items() if by_replicas and one.replicated}
+        self.alone = [block for block in blocks if block.tensor in replicated]
+        """Whole tensors that every holder, including this rank, updates."""
+        updated = sorted(self.owned | {block.tensor for block in self.alone})
+        self.states = {name: self._new_states(self.shapes[name], device) for name in updated}
+        """By tensor and quantity."""
+        self._empty = torch.empty(0, dtype=getattr(torch, self.whole.sent), device=device)
+        sent = {name: one for name, one in tensors.items() if name not in replicated}
+        self.rounds = [
+            (
+                [name for name in part if name in self.owned],
+                _Transfer((r, t.owner, b) for t in part.values() for r, b in t.sources),
+                _Transfer((t.owner, r, b) for t in part.values() for r, b in t.holders),
+            )
+            for part in _rounds(sent, len(everyones))
+        ]
+        """The tensors that this rank updates, with the gradients for their owners and the
+        updates for their holders."""
+
+    def _new_states(self, shape: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+        return {
+            quantity: torch.zeros(
+                kind.shape(shape), dtype=getattr(torch, kind.dtype), device=device
+            )
+            for quantity, kind in self.whole.states(shape).items()
+        }
 
     @torch.no_grad()
     def compute(self) -> None:
         """Replace the gradients by updates, in place; collective."""
-        rectangles, step = {}, 0
+        held: dict[Block, Tensor] = {}
+        step = 0
         for parameter, optimizer in self.owners.items():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             gradient, state = parameter.grad, optimizer.state[parameter]
-            moments = {name: local(state[name]) for name in self.exchange.whole.moments}
-            self.exchange.rule.accumulate(local(gradient), moments)
+            moments = {name: local(state[name]) for name in self.whole.moments}
+            self.rule.accumulate(local(gradient), moments)
             step = step or int(state["step"]) + 1
-            for one in self.held[parameter]:
-                rectangles[one.block.stored] = one.of(gradient)
-        self.exchange.run(rectangles, step)
+            held |= {one.block.stored: one.of(gradient) for one in self.held[parameter]}
+
+        def update(name: str, whole: Tensor) -> Tensor:
+            return self.rule.update(whole, self.states[name], step)
+
+        for block in self.alone:
+            held[block].copy_(update(block.tensor, held[block]))
+        for owned, gradients, updates in self.rounds:
+            wholes = {name: self._empty.new_empty(self.shapes[name]) for name in owned}
+            gradients.run(held.__getitem__, partial(_rectangle, wholes), self._empty)
+            for name, whole in wholes.items():
+                wholes[name] = update(name, whole)
+            updates.run(partial(_rectangle, wholes), held.__getitem__, self._empty)
 
 
 def owner_shards(optimizers: Iterable[object]) -> Iterator[StateShard]:
     """The states that this rank keeps of the tensors that it owns."""
     ours = [one for one in optimizers if isinstance(one, OwnerOptimizer)]
     for unit in dict.fromkeys(unit for one in ours for unit in one.units.values()):
-        for tensor, states in unit.exchange.states.items():
-            mine = tensor in unit.exchange.owned
+        for tensor, states in unit.states.items():
+            mine = tensor in unit.owned
             for quantity, values in states.items():
                 block = whole_block(tensor, values.shape)
                 yield StateShard([block], {quantity: values}, saved_here=mine)
@@ -365,15 +356,11 @@ def bind(
     `apart`: each parameter has a separate step on all ranks, in the same order.
     """
     whole = whole_of(setup.optimizer)
-    for parameter in owners:
-        adam.moments(owners[parameter], parameter, kept=whole.moments)
+    for parameter, optimizer in owners.items():
+        adam.moments(optimizer, parameter, kept=whole.moments)
     held = _held_in(owners, state(), whole)
-    units = []
-    for some in [{p: owners[p]} for p in owners] if apart else [owners]:
-        blocks = [one.block.stored for parameter in some for one in held[parameter]]
-        exchange = Exchange(blocks, setup.optimizer, setup.ranks.device)
-        units.append(Unit(some, held, exchange))
-    return units
+    parts = [{p: owners[p]} for p in owners] if apart else [owners]
+    return [Unit(some, held, setup.optimizer, setup.ranks.device) for some in parts]
 
 
 def _held_in(

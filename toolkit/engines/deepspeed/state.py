@@ -1,6 +1,7 @@
 """Where DeepSpeed keeps the fp32 weights and moments of a parameter, stage by stage."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,35 +31,32 @@ def whole_parameters(
     optimizer: Any, placed: Placed, copies: int, copy: int
 ) -> Iterator[StateShard]:
     """Stage 0: every one of `copies` replicas holds all; replica `copy` writes its share."""
-    masters = _stage_0_masters(optimizer)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    masters = {weight: (held, at) for weight, held, at in _stage_0_masters(optimizer)}
     for index, (parameter, blocks, saved_here) in enumerate(placed):
-        weight, values = masters(parameter)
-        moments = {name: _part(parameter, weight, flat) for name, flat in values.items()}
+        if parameter in masters:
+            master, offset = masters[parameter]
+            values = adam.moments(inner, master)
+        else:  # fp32, or frozen
+            offset, values = 0, adam.states(inner, parameter)
+        moments = {name: _part(parameter, offset, held) for name, held in values.items()}
         yield StateShard(blocks, moments, saved_here=saved_here and index % copies == copy)
 
 
-def _stage_0_masters(optimizer: Any) -> Callable[[nn.Parameter], Any]:
-    """Parameter → position of its fp32 weight, and the tensors that hold it and its moments."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    found: dict[int, Any] = {}
-    if hasattr(optimizer, "fp32_groups_flat"):  # 16 bits with a fused AdamW
-        for flat, group in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
-            offset = 0
-            for parameter in group:
-                found[id(parameter)] = offset, flat
-                offset += parameter.numel()
-    elif hasattr(optimizer, "fp32_groups"):  # 16 bits with any other
-        for masters, group in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-            for master, parameter in zip(masters, group, strict=True):
-                found[id(parameter)] = 0, master
-
-    def of(parameter: nn.Parameter) -> Any:
-        if id(parameter) not in found:  # fp32, or frozen
-            return 0, adam.states(inner, parameter)
-        offset, master = found[id(parameter)]
-        return offset, adam.moments(inner, master)
-
-    return of
+def _stage_0_masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
+    """In 16 bits: each trained parameter, the fp32 tensor that its master is in, and its first
+    element there."""
+    groups: Iterable[tuple[Tensor, list[nn.Parameter]]] = ()
+    if hasattr(optimizer, "fp32_groups_flat"):  # of a fused AdamW
+        groups = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
+    elif hasattr(optimizer, "fp32_groups"):
+        pairs = zip(chain(*optimizer.fp32_groups), chain(*optimizer.fp16_groups), strict=True)
+        groups = ((master, [weight]) for master, weight in pairs)
+    for master, weights in groups:
+        offset = 0
+        for weight in weights:
+            yield weight, master, offset
+            offset += weight.numel()
 
 
 def _part(parameter: nn.Parameter, offset: int, holder: Tensor) -> Tensor:
@@ -186,22 +184,27 @@ class FrozenShard(StateShard):
 
 def loss_scale(optimizer: Any) -> dict[str, Any]:
     """The state of DeepSpeed's loss scaler."""
-    scaler = _scaler(optimizer)
-    numbers = {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
-    return {"scale": float(scaler.cur_scale), "detail": numbers}
+    state = scaler_state(optimizer)
+    numbers = {k: v for k, v in state.items() if isinstance(v, int | float | bool)}
+    return {"scale": float(state["cur_scale"]), "detail": numbers}
 
 
 def set_loss_scale(optimizer: Any, saved: dict[str, Any]) -> None:
     """Restore the saved scale, and its counts if they are of the same kind."""
-    scaler = _scaler(optimizer)
+    state = scaler_state(optimizer)
     if saved["detail"].keys() == loss_scale(optimizer)["detail"].keys():
-        vars(scaler).update(saved["detail"])
-    scaler.cur_scale = saved["scale"]
+        state.update(saved["detail"])
+    state["cur_scale"] = saved["scale"]
 
 
-def _scaler(optimizer: Any) -> Any:
-    """Stage 0 keeps the numbers in its configuration, the other stages in a scaler."""
-    return getattr(optimizer, "loss_scale_config", None) or optimizer.loss_scaler
+def scaler_state(optimizer: Any) -> dict[str, Any]:
+    """The attributes of the loss scaler, or of the configuration in which stage 0 has them;
+    empty without one."""
+    for name in ("loss_scale_config", "loss_scaler"):
+        if hasattr(optimizer, name):
+            state: dict[str, Any] = vars(getattr(optimizer, name))
+            return state
+    return {}
 
 
 def undo_first_step(optimizer: Any) -> None:
@@ -216,22 +219,13 @@ def undo_first_step(optimizer: Any) -> None:
         group.pop("step", None)  # where a fused AdamW counts
 
 
-def _stage_0_pairs(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """fp32 masters and weights of stage 0 in 16 bits; a fused AdamW has flat groups."""
-    if hasattr(optimizer, "fp32_groups_flat"):
-        yield from zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True)
-        return
-    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
-        yield from zip(masters, weights, strict=True)
-
-
 @torch.no_grad()
 def follow_masters(optimizer: Any, stage: int) -> None:
     """Give the weights that the model computes with the values of their fp32 masters, as the
     end of DeepSpeed's step does; not for stage 0 in fp32, where they are the same."""
     if stage == 0:
-        for master, weight in _stage_0_pairs(optimizer):
-            weight.copy_(master)
+        for weight, master, offset in _stage_0_masters(optimizer):
+            weight.copy_(_part(weight, offset, master).view_as(weight))
     elif stage < 3:
         optimizer.update_lp_params()
     else:

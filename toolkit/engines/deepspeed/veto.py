@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from toolkit.engines.deepspeed.state import scaler_state
 from toolkit.errors import RunFailed
 
 
@@ -43,7 +44,7 @@ class Veto:
         late in the backward pass."""
         self._loss = joint if max_loss < math.inf else lambda: mine
         self._max_loss = max_loss
-        self._scaler = dict(_scaler_state(optimizer))
+        self._scaler = dict(scaler_state(optimizer))
 
     def end_step(self, refused: bool, applied: bool, optimizer: Any) -> None:
         """Check after the step that it was not `applied` if it was `refused`.
@@ -58,7 +59,7 @@ class Veto:
                 fix="pip install 'deepspeed>=0.19.8', the version that was tested",
             )
         if refused:
-            _scaler_state(optimizer).update(self._scaler)
+            scaler_state(optimizer).update(self._scaler)
 
 
 def let_skip(optimizer: torch.optim.Optimizer) -> None:
@@ -80,12 +81,3 @@ def _always_used(module: nn.Module) -> nn.Parameter:
     # With ZeRO-3 a parameter's own shape is empty.
     small = [p for p in parameters if len(getattr(p, "ds_shape", p.shape)) == 1]
     return (small or parameters)[0]
-
-
-def _scaler_state(optimizer: Any) -> dict[str, Any]:
-    """The attributes of the loss scaler, under either of its names; empty without one."""
-    for name in ("loss_scaler", "loss_scale_config"):
-        if hasattr(optimizer, name):
-            state: dict[str, Any] = vars(getattr(optimizer, name))
-            return state
-    return {}
