@@ -141,32 +141,24 @@ def test_the_first_layers_are_recomputed() -> None:
 
 
 def test_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = compilers.private_folder("inductor")
-    assert folder == tmp_path / "dmt" / "inductor"
-    assert folder.stat().st_mode & 0o777 == 0o700
-    folder.chmod(0o770)
-    with pytest.raises(BackendUnavailable, match="others may write to it"):
-        compilers.private_folder("inductor")
-
-
-def test_not_in_a_home_that_all_nodes_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nor in a folder that another user made there before."""
+    """Not in a home that all nodes share, nor where another user may write."""
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert compilers.private_folder("inductor") == home / ".cache" / "dmt" / "inductor"
+    folder = compilers.private_folder("inductor")
+    assert folder == home / ".cache" / "dmt" / "inductor"
+    assert folder.stat().st_mode & 0o777 == 0o700
     mounts = [SimpleNamespace(mountpoint=str(home), fstype="nfs4")]
     monkeypatch.setattr("psutil.disk_partitions", lambda **_: mounts)
     folder = compilers.private_folder("inductor")
     assert folder == tmp_path / f"dmt-{os.getuid()}" / "inductor"
-    folder.parent.chmod(0o777)
-    with pytest.raises(BackendUnavailable, match="others may write to it"):
-        compilers.private_folder("inductor")
+    for shared in (folder.parent, folder):
+        shared.chmod(0o770)
+        with pytest.raises(BackendUnavailable, match="others may write to it"):
+            compilers.private_folder("inductor")
+        shared.chmod(0o700)
     monkeypatch.setenv("XDG_CACHE_HOME", str(home))
     assert compilers.private_folder("inductor") == home / "dmt" / "inductor"
 
