@@ -1,6 +1,5 @@
 """`training.deterministic`: what launchers set, what the worker demands, what is refused."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from packaging.version import Version
 
 from tests.plan.making import recipe
 from toolkit.backend import BACKENDS
-from toolkit.engines import deterministic
 from toolkit.engines.deterministic import VARIABLES, as_users_mistake, switch_on, variables
 from toolkit.errors import BackendUnavailable, PlanError, RecipeError
 from toolkit.foreign import preflight
@@ -107,7 +105,3 @@ def test_megatron_and_the_ledger_are_told() -> None:
     found = {entry.what: entry.kind for entry in ledger_of(wanted, plan)}
     assert found["repeated runs"] == "exact"
     assert "repeated runs" not in {entry.what for entry in ledger_of(recipe(**GPU), plan)}
-
-
-def test_nothing_of_it_is_in_this_process() -> None:
-    assert not deterministic.VARIABLES.keys() & os.environ.keys()

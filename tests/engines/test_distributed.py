@@ -10,29 +10,9 @@ import pytest
 import torch
 
 from toolkit.batch import MicroBatch
-from toolkit.engines.distributed import _share_cores, to_device
+from toolkit.engines.distributed import to_device
 from toolkit.errors import DataError
 from toolkit.launchers.base import free_port
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("threads")
-def test_cores_are_divided_unless_the_launcher_did(monkeypatch):
-    cores = len(os.sched_getaffinity(0))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    _share_cores(1)
-    assert torch.get_num_threads() == cores
-    _share_cores(2 * cores)
-    assert torch.get_num_threads() == 1, "more processes than cores: one each, not none"
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    _share_cores(1)
-    assert torch.get_num_threads() == 1
 
 
 def test_a_rank_may_open_as_many_files_as_the_machine_allows() -> None:

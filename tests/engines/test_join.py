@@ -135,12 +135,13 @@ def test_a_rank_keeps_to_the_cores_next_to_its_gpu(
 
 
 @pytest.mark.parametrize(
-    ("stated", "agent", "gpus", "divided"),
+    ("stated", "agent", "gpus", "cores", "threads"),
     [
-        (None, "", 2, True),
-        ("1", "torchrun", 2, True),
-        ("1", "torchrun", 0, False),
-        ("3", "", 2, False),
+        (None, "", 4, 12, [3]),
+        (None, "", 0, 2, [1]),
+        ("1", "torchrun", 4, 12, [3]),
+        ("1", "torchrun", 0, 12, []),
+        ("3", "", 4, 12, []),
     ],
 )
 def test_the_threads_of_an_offloaded_optimizer(
@@ -149,19 +150,20 @@ def test_the_threads_of_an_offloaded_optimizer(
     stated: str | None,
     agent: str,
     gpus: int,
-    divided: bool,
+    cores: int,
+    threads: list[int],
 ) -> None:
     """torchrun states one thread, `deepspeed` all cores; CPUAdam needs this rank's share."""
-    threads: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    chosen: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(cores)))
     for name, value in (("OMP_NUM_THREADS", stated), ("TORCHELASTIC_RUN_ID", agent)):
         monkeypatch.delenv(name, raising=False)
         if value:
             monkeypatch.setenv(name, value)
-    have_gpus(monkeypatch, 4 if gpus else 0, TORCHRUN)
+    have_gpus(monkeypatch, gpus, TORCHRUN)
     join()
-    assert joined and threads == ([3] if divided else [])
+    assert joined and chosen == threads
 
 
 def test_several_restarting_agents_must_not_share_their_store(
