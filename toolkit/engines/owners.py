@@ -120,11 +120,9 @@ class _Transfer:
             into(block).copy_(stored_values(block, offset, received))
 
 
-def _owned(
-    held: Sequence[Sequence[Block]], cost: Callable[[tuple[int, ...]], int]
-) -> dict[str, _Tensor]:
-    """The tensors whose rectangles are `held` by the ranks, the most expensive first. The owner
-    is the holder with the least work so far."""
+def _owned(held: Sequence[Sequence[Block]]) -> dict[str, _Tensor]:
+    """The tensors whose rectangles are `held` by the ranks, the largest first. The owner is the
+    holder that owns the fewest elements so far."""
     holders: dict[str, list[tuple[int, Block]]] = {}
     for rank, blocks in enumerate(held):
         for block in blocks:
