@@ -6,7 +6,6 @@
 import itertools
 import json
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,9 +13,9 @@ from unittest.mock import patch
 import pytest
 
 from tests.forked import run_ranks
+from tests.plan.making import recipe
 from toolkit.engines.deepspeed.config import (
     PRESETS,
-    DeepSpeedRequest,
     adopted,
     preset_for,
     preset_path,
@@ -24,47 +23,39 @@ from toolkit.engines.deepspeed.config import (
 )
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout
-from toolkit.recipe.schema import OptimizerSection
+from toolkit.recipe.schema import Recipe
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "deepspeed"
-OPTIMIZER = OptimizerSection(
-    learning_rate=3e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, clip_grad_norm=1.0
-)
+OPTIMIZER = {"learning_rate": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
 
 
-CASES: dict[str, DeepSpeedRequest] = {
-    "zero0-fp32": DeepSpeedRequest(Layout(dp=2, micro_batch=4), "fp32", OPTIMIZER),
-    "zero0-bf16": DeepSpeedRequest(Layout(micro_batch=1), "bf16", OPTIMIZER),
-    "zero1-bf16": DeepSpeedRequest(
-        Layout(dp=8, zero_stage=1, micro_batch=2, gradient_accumulation=4), "bf16", OPTIMIZER
+def wanted(
+    layout: Layout, precision: str = "bf16", optimizer: dict[str, Any] = OPTIMIZER, **zero: Any
+) -> tuple[Recipe, Layout]:
+    """What is rendered."""
+    settings = {f"optimizer__{key}": value for key, value in optimizer.items()}
+    return recipe(**settings, training__precision=precision, parallel__zero=zero), layout
+
+
+CASES: dict[str, tuple[Recipe, Layout]] = {
+    "zero0-fp32": wanted(Layout(dp=2, micro_batch=4), "fp32"),
+    "zero0-bf16": wanted(Layout(micro_batch=1)),
+    "zero1-bf16": wanted(Layout(dp=8, zero_stage=1, micro_batch=2, gradient_accumulation=4)),
+    "zero1-cpu": wanted(Layout(dp=8, zero_stage=1, offload_optimizer="cpu")),
+    "zero2-fp16-unclipped": wanted(
+        Layout(dp=4, zero_stage=2, micro_batch=3), "fp16", OPTIMIZER | {"clip_grad_norm": None}
     ),
-    "zero1-cpu": DeepSpeedRequest(
-        Layout(dp=8, zero_stage=1, offload_optimizer="cpu"), "bf16", OPTIMIZER
+    "zero2-cpu": wanted(Layout(dp=4, zero_stage=2, offload_optimizer="cpu")),
+    "zero3-bf16": wanted(Layout(dp=64, zero_stage=3)),
+    "zero3-parameters-cpu": wanted(Layout(dp=2, zero_stage=3, offload_parameters="cpu")),
+    "zero3-cpu": wanted(
+        Layout(dp=2, zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu"), "fp32"
     ),
-    "zero2-fp16-unclipped": DeepSpeedRequest(
-        Layout(dp=4, zero_stage=2, micro_batch=3),
-        "fp16",
-        OPTIMIZER.model_copy(update={"clip_grad_norm": None}),
-    ),
-    "zero2-cpu": DeepSpeedRequest(
-        Layout(dp=4, zero_stage=2, offload_optimizer="cpu"), "bf16", OPTIMIZER
-    ),
-    "zero3-bf16": DeepSpeedRequest(Layout(dp=64, zero_stage=3), "bf16", OPTIMIZER),
-    "zero3-parameters-cpu": DeepSpeedRequest(
-        Layout(dp=2, zero_stage=3, offload_parameters="cpu"), "bf16", OPTIMIZER
-    ),
-    "zero3-cpu": DeepSpeedRequest(
-        Layout(dp=2, zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu"),
-        "fp32",
-        OPTIMIZER,
-    ),
-    "zero3-nvme": DeepSpeedRequest(
+    "zero3-nvme": wanted(
         Layout(dp=2, zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme"),
-        "bf16",
-        OPTIMIZER,
         nvme_path="/nvme",
     ),
-    "zeropp": DeepSpeedRequest(Layout(dp=16, zero_stage=3), "bf16", OPTIMIZER, config="zeropp"),
+    "zeropp": wanted(Layout(dp=16, zero_stage=3), config="zeropp"),
 }
 LAYOUT = Layout(dp=2, zero_stage=2, micro_batch=2, gradient_accumulation=3)
 
@@ -76,17 +67,14 @@ def own_file(tmp_path: Path, content: dict[str, Any] | str) -> str:
 
 
 def problems(config: str, layout: Layout = LAYOUT, **settings: Any) -> tuple[Problem, ...]:
-    request = DeepSpeedRequest(
-        layout, settings.pop("precision", "bf16"), OPTIMIZER, config=config, **settings
-    )
     with pytest.raises(RecipeError) as caught:
-        render(request)
+        render(*wanted(layout, config=config, **settings))
     return caught.value.problems
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_golden(name: str) -> None:
-    text = json.dumps(render(CASES[name]), indent=2) + "\n"
+    text = json.dumps(render(*CASES[name]), indent=2) + "\n"
     golden = GOLDEN / f"{name}.json"
     if "DMT_UPDATE_GOLDEN" in os.environ:
         golden.write_text(text)
@@ -118,12 +106,12 @@ def _as_read(rendered: dict[str, tuple[dict[str, Any], int]]) -> dict[str, list[
 
 
 def test_deepspeed_reads_what_the_recipe_says() -> None:
-    rendered = {name: (render(one), one.layout.dp) for name, one in CASES.items()}
+    rendered = {name: (render(*one), one[1].dp) for name, one in CASES.items()}
     (read,) = run_ranks(_as_read, 1, rendered)
-    for name, request in CASES.items():
-        layout, plus = request.layout, request.config == "zeropp"
+    for name, (given, layout) in CASES.items():
+        plus = given.parallel.zero.config == "zeropp"
         assert read[name] == [
-            layout.global_batch, request.optimizer.clip_grad_norm or 0.0, layout.zero_stage, 0,
+            layout.global_batch, given.optimizer.clip_grad_norm or 0.0, layout.zero_stage, 0,
             "adamw", 3e-4, layout.offload_optimizer, layout.offload_parameters,
             8 if plus else 1, plus,
         ], name  # fmt: skip
@@ -147,7 +135,7 @@ def test_every_stage_and_offload_has_a_preset_that_agrees() -> None:
             offload_optimizer=optimizer,  # type: ignore[arg-type]
             offload_parameters=parameters,  # type: ignore[arg-type]
         )
-        config: Any = render(DeepSpeedRequest(layout, "bf16", OPTIMIZER, nvme_path="/nvme"))
+        config: Any = render(*wanted(layout, nvme_path="/nvme"))
         zero = config["zero_optimization"]
         assert zero["stage"] == stage
         for block, place in (("offload_optimizer", optimizer), ("offload_param", parameters)):
@@ -262,9 +250,7 @@ def test_several_mistakes_come_in_file_order(tmp_path: Path) -> None:
     ],
 )
 def test_an_own_file_that_agrees_is_filled(tmp_path: Path, content: dict[str, Any]) -> None:
-    config: Any = render(
-        DeepSpeedRequest(LAYOUT, "bf16", OPTIMIZER, config=own_file(tmp_path, content))
-    )
+    config: Any = render(*wanted(LAYOUT, config=own_file(tmp_path, content)))
     assert config["train_batch_size"] == 12
     assert config["optimizer"]["params"]["betas"] == [0.9, 0.95]
     assert config["optimizer"]["params"]["lr"] == 3e-4
@@ -280,9 +266,7 @@ def test_what_the_file_says_about_its_own_matters_stays(tmp_path: Path) -> None:
         "wall_clock_breakdown": True,
         "optimizer": {"params": {"torch_adam": False}},
     }
-    config: Any = render(
-        DeepSpeedRequest(LAYOUT, "bf16", OPTIMIZER, config=own_file(tmp_path, content))
-    )
+    config: Any = render(*wanted(LAYOUT, config=own_file(tmp_path, content)))
     assert config["zero_optimization"] == {
         "reduce_bucket_size": 7,
         "overlap_comm": False,
@@ -315,7 +299,7 @@ def test_nvme_needs_a_folder_from_the_recipe_or_the_file(tmp_path: Path) -> None
     assert problem.key == "parallel.zero.nvme_path"
     block = {"device": "nvme", "nvme_path": "/disk"}
     config = own_file(tmp_path, {"zero_optimization": {"offload_optimizer": block}})
-    rendered: Any = render(DeepSpeedRequest(layout, "bf16", OPTIMIZER, config=config))
+    rendered: Any = render(*wanted(layout, config=config))
     assert rendered["zero_optimization"]["offload_optimizer"] == block
     (problem,) = problems(config, layout, nvme_path="/other")
     assert problem.key == "zero_optimization.offload_optimizer.nvme_path"
@@ -341,19 +325,18 @@ def test_the_first_loss_scale_of_fp16_is_the_plans(
     tmp_path: Path, setting: dict[str, int]
 ) -> None:
     own = own_file(tmp_path, {"fp16": {"enabled": "auto", **setting}})
-    (problem,) = problems(own, precision="fp16", loss_scale=2.0**16)
+    (problem,) = problems(own, precision="fp16")
     assert problem.key == f"fp16.{next(iter(setting))}"
-    rendered: Any = render(DeepSpeedRequest(LAYOUT, "bf16", OPTIMIZER, config=own))
+    rendered: Any = render(*wanted(LAYOUT, config=own))
     assert rendered["fp16"].items() >= setting.items(), "not used, so not judged"
 
 
 def test_muon_is_not_in_the_json(tmp_path: Path) -> None:
     """DMT hands its own optimizer over; a block of the file would be ignored."""
-    muon = OPTIMIZER.model_copy(update={"name": "muon"})
-    request = DeepSpeedRequest(Layout(dp=2, zero_stage=2), "bf16", muon)
-    assert "optimizer" not in render(request)
+    muon = Layout(dp=2, zero_stage=2), "bf16", {"name": "muon", "learning_rate": 1.0}
+    assert "optimizer" not in render(*wanted(*muon))
     own = own_file(tmp_path, {"optimizer": {"type": "auto"}})
     with pytest.raises(RecipeError) as caught:
-        render(replace(request, config=own))
+        render(*wanted(*muon, config=own))
     (problem,) = caught.value.problems
     assert problem.key == "optimizer" and "set optimizer.name to adamw" in problem.fix

@@ -13,9 +13,10 @@ import pytest
 
 from tests import needs
 from tests.forked import run_ranks
+from tests.plan.making import recipe
 from tests.processes import HANG_S, wait_until
 from toolkit.engines.deepspeed import ops as deepspeed_ops
-from toolkit.engines.deepspeed.config import DeepSpeedRequest, render
+from toolkit.engines.deepspeed.config import render
 from toolkit.engines.deepspeed.ops import (
     build,
     build_folder,
@@ -26,7 +27,6 @@ from toolkit.engines.deepspeed.ops import (
 )
 from toolkit.errors import BackendUnavailable
 from toolkit.layout import Layout, Placement
-from toolkit.recipe.schema import OptimizerSection
 
 
 @pytest.fixture
@@ -88,8 +88,7 @@ def test_required_ops(
         offload_optimizer=optimizer,
         offload_parameters=parameters,
     )
-    section = OptimizerSection(learning_rate=1e-3)
-    config = render(DeepSpeedRequest(layout, "bf16", section, nvme_path="/nvme"))
+    config = render(recipe(parallel__zero={"nvme_path": "/nvme"}), layout)
     assert required_ops(config) == ops
 
 

@@ -7,19 +7,13 @@ from typing import Any
 from toolkit.backend import ANY, Backend, Rehearsed, Support
 from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
-from toolkit.engines.deepspeed.config import (
-    DeepSpeedRequest,
-    adopted,
-    communication_bytes,
-    render,
-)
+from toolkit.engines.deepspeed.config import adopted, communication_bytes, render
 from toolkit.engines.deepspeed.keys import HPZ, LESS_EXACT
 from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, ModelName, Placement, Stage
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.plan import Plan
-from toolkit.plan.planner import first_loss_scale
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.legality import degree
 from toolkit.recipe.schema import Recipe, ZeroSection
@@ -199,17 +193,7 @@ class DeepSpeedBackend(Backend):
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`deepspeed.json`."""
-        precision = recipe.training.precision
-        zero = recipe.parallel.zero
-        request = DeepSpeedRequest(
-            layout,
-            precision,
-            recipe.optimizer,
-            zero.nvme_path,
-            zero.config,
-            first_loss_scale(precision),
-        )
-        rendered: dict[str, Any] = render(request)
+        rendered: dict[str, Any] = render(recipe, layout)
         quantized = "zero_quantized_nontrainable_weights"
         frozen = (
             "model.freeze" if recipe.model.freeze else "adapter" if recipe.adapter else None
@@ -219,7 +203,7 @@ class DeepSpeedBackend(Backend):
                 frozen,
                 f"frozen parameters with {quantized}: true",
                 "weights that keep their values: DeepSpeed would replace them by rounded ones",
-                f"remove {quantized} from {zero.config}",
+                f"remove {quantized} from {recipe.parallel.zero.config}",
             )
             raise RecipeError([problem])
         return rendered

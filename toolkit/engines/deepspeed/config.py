@@ -10,7 +10,6 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,10 +27,11 @@ from toolkit.engines.deepspeed.keys import (
     ZERO,
 )
 from toolkit.errors import Problem, RecipeError
-from toolkit.layout import Layout, Placement, Precision, Stage
+from toolkit.layout import Layout, Placement, Stage
 from toolkit.optimizers.base import OPTIMIZERS
+from toolkit.plan.planner import first_loss_scale
 from toolkit.recipe.foreign import later_value
-from toolkit.recipe.schema import OptimizerSection
+from toolkit.recipe.schema import Recipe
 from toolkit.text.dotted import get, put
 from toolkit.text.suggest import did_you_mean
 
@@ -74,22 +74,6 @@ MAX_LISTED = 12
 
 AUTO_IS_A_VALUE = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages"})
 """Settings for which DeepSpeed itself understands "auto"."""
-
-
-@dataclass(frozen=True)
-class DeepSpeedRequest:
-    """The renderer's inputs."""
-
-    layout: Layout
-    precision: Precision
-    optimizer: OptimizerSection
-    nvme_path: str | None = None
-    """Folder for NVMe offload (`parallel.zero.nvme_path`)."""
-    config: str | None = None
-    """`parallel.zero.config`: a preset's name or a JSON file; None for the preset that
-    fits the layout."""
-    loss_scale: float | None = None
-    """The plan's initial loss scale, a power of two; None unless fp16."""
 
 
 def preset_path(name: str) -> Path:
@@ -159,21 +143,21 @@ def communication_bytes(config: str) -> int | None:
     return {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(dtype))
 
 
-def render(request: DeepSpeedRequest) -> dict[str, object]:
+def render(recipe: Recipe, layout: Layout) -> dict[str, object]:
     """The complete DeepSpeed config of a run, ready for `deepspeed.initialize`.
 
     Raises RecipeError with every problem of the file: a value that disagrees with the
     recipe, an unknown key, an `"auto"` that nothing fills, a scheduler, an optimizer
     other than AdamW, or a file that cannot be read.
     """
-    file = open_config(request.config or preset_for(request.layout))
-    owned = _owned(request)
+    file = open_config(recipe.parallel.zero.config or preset_for(layout))
+    owned = _owned(recipe, layout)
     problems = [
         *unknown_keys(file),
-        *_disagreements(file, request, owned),
-        *_unusable(file, request),
+        *_disagreements(file, recipe, layout, owned),
+        *_unusable(file, recipe, layout),
         *_unfilled(file, owned),
-        *_missing_folder(file, request),
+        *_missing_folder(file, recipe, layout),
     ]
     if problems:
         raise RecipeError(sorted(problems, key=lambda problem: problem.line))
@@ -185,17 +169,17 @@ def render(request: DeepSpeedRequest) -> dict[str, object]:
             put(config, key, value)
     for key, value in {
         **DEFAULTS,
-        **_loss_scaling(request),
-        **_by_layout(request, file),
+        **_loss_scaling(recipe),
+        **_by_layout(recipe, layout, file),
     }.items():
         if get(file.values, key) is None:
             put(config, key, value)
     return config
 
 
-def _owned(request: DeepSpeedRequest) -> dict[str, object]:
+def _owned(recipe: Recipe, layout: Layout) -> dict[str, object]:
     """Every setting that the recipe decides, by DeepSpeed's name for it."""
-    layout, optimizer = request.layout, request.optimizer
+    precision, optimizer = recipe.training.precision, recipe.optimizer
     ranks = layout.dp * layout.cp
     settings: dict[str, object] = {
         # DeepSpeed counts context-parallel ranks as data-parallel ones. Where samples moved,
@@ -205,8 +189,8 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
         "gradient_accumulation_steps": layout.gradient_accumulation,
         # DeepSpeed clips at 1.0 unless configured not to.
         "gradient_clipping": optimizer.clip_grad_norm or 0.0,
-        "bf16.enabled": request.precision == "bf16",
-        "fp16.enabled": request.precision == "fp16",
+        "bf16.enabled": precision == "bf16",
+        "fp16.enabled": precision == "fp16",
         "optimizer.type": optimizer.kind.elsewhere.get("deepspeed.json"),
         "optimizer.params.lr": optimizer.learning_rate,
         "optimizer.params.betas": list(optimizer.betas),
@@ -217,7 +201,7 @@ def _owned(request: DeepSpeedRequest) -> dict[str, object]:
     if settings["optimizer.type"] is None:  # DeepSpeed gets the optimizer itself
         settings |= {key: None for key in settings if key.startswith("optimizer.")}
     for block, device in _offloads(layout).items():
-        folder = request.nvme_path if device == "nvme" else None
+        folder = recipe.parallel.zero.nvme_path if device == "nvme" else None
         settings[f"{block}.device"] = device
         if folder is not None or device != "nvme":
             settings[f"{block}.nvme_path"] = folder
@@ -232,20 +216,21 @@ def _offloads(layout: Layout) -> dict[str, Placement]:
     }
 
 
-def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
+def _by_layout(recipe: Recipe, layout: Layout, file: JsonFile) -> dict[str, object]:
     """Settings that follow from the layout if the file does not state them."""
     settings: dict[str, object] = {}
-    if request.optimizer.kind.whole is None and request.layout.offload_optimizer == "none":
+    precision = recipe.training.precision
+    if recipe.optimizer.kind.whole is None and layout.offload_optimizer == "none":
         # PyTorch's AdamW: DeepSpeed's fused one is compiled at first use.
         settings["optimizer.params.torch_adam"] = True
         params: Any = get(file.values, "optimizer.params") or {}
         if not {"torch_adam", "foreach"} & params.keys():
             # One pass over the shard; PyTorch's default makes about ten on a CPU.
             settings["optimizer.params.fused"] = True
-    if request.precision == "bf16" and request.layout.zero_stage > 0:
+    if precision == "bf16" and layout.zero_stage > 0:
         # Otherwise micro batches are summed in bf16. Stage 0 has no alternative.
         settings["data_types.grad_accum_dtype"] = "fp32"
-    in_16_bits = request.precision != "fp32" and request.layout.zero_stage > 0
+    in_16_bits = precision != "fp32" and layout.zero_stage > 0
     if in_16_bits and not stated(file, QUANTIZED_GRADIENTS):
         # Otherwise the ranks' gradients are summed in 16 bits. Quantization supports only
         # those, and stage 0 keeps them anyway.
@@ -253,12 +238,12 @@ def _by_layout(request: DeepSpeedRequest, file: JsonFile) -> dict[str, object]:
     return settings
 
 
-def _loss_scaling(request: DeepSpeedRequest) -> dict[str, object]:
+def _loss_scaling(recipe: Recipe) -> dict[str, object]:
     """fp16's dynamic loss scale, starting from the plan's value."""
-    if request.loss_scale is None:
+    scale = first_loss_scale(recipe.training.precision)
+    if scale is None:
         return {}
-    power = int(math.log2(request.loss_scale))
-    return {"fp16.loss_scale": 0, "fp16.initial_scale_power": power}
+    return {"fp16.loss_scale": 0, "fp16.initial_scale_power": int(math.log2(scale))}
 
 
 def unknown_keys(file: JsonFile) -> Iterator[Problem]:
@@ -282,11 +267,11 @@ def unknown_keys(file: JsonFile) -> Iterator[Problem]:
 
 
 def _disagreements(
-    file: JsonFile, request: DeepSpeedRequest, owned: Mapping[str, object]
+    file: JsonFile, recipe: Recipe, layout: Layout, owned: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Settings that the file and the recipe both state, with different values."""
-    batch = request.layout.global_batch
-    batches = batch, batch * request.layout.cp  # a rendered file counts context ranks, too
+    batch = layout.global_batch
+    batches = batch, batch * layout.cp  # a rendered file counts context ranks, too
     for key, value in owned.items():
         found, accepted = stated(file, key), batches if key == "train_batch_size" else (value,)
         if found is None or value is None or any(same(found, one) for one in accepted):
@@ -297,30 +282,30 @@ def _disagreements(
             f'write "auto" here, or change {OWNED[key]} in the recipe'
         )
         yield file.problem(key, found, allowed, fix)
-    for key, value in {**REQUIRED, **_loss_scaling(request)}.items():
+    for key, value in {**REQUIRED, **_loss_scaling(recipe)}.items():
         found = stated(file, key)
         if found is not None and not same(found, value):
             allowed = f"{json.dumps(value)}: any other value changes or corrupts the loss"
             yield file.problem(key, found, allowed, "delete it")
 
 
-def _unusable(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Problem]:
+def _unusable(file: JsonFile, recipe: Recipe, layout: Layout) -> Iterator[Problem]:
     """Settings with which a run would not do what the recipe or the file says."""
     for key, rule in ABSENT.items():
         # DeepSpeed looks into a block of its top level even where that is null.
         if key in file.values or stated(file, key) not in (None, False):
             found = get(file.values, key)
             yield file.problem(key, found, f"nothing: {rule.absent}", rule.fix)
-    block, optimizer = file.values.get("optimizer"), request.optimizer
+    block, optimizer = file.values.get("optimizer"), recipe.optimizer
     if block is not None and optimizer.kind.whole is not None:
         allowed = f"nothing with optimizer.name: {optimizer.name}, which DMT itself hands over"
         fix = "delete the block, or set optimizer.name to adamw in the recipe"
         yield file.problem("optimizer", block, allowed, fix)
     # csrc/quantization/pt_binding.cpp (`ds_swizzle_quant`) reads the bits of gradients as fp16.
-    if stated(file, QUANTIZED_GRADIENTS) and request.precision != "fp16":
+    if stated(file, QUANTIZED_GRADIENTS) and recipe.training.precision != "fp16":
         allowed = "training.precision: fp16: DeepSpeed reads the bits of all gradients as fp16"
         yield file.problem(QUANTIZED_GRADIENTS, True, allowed, "delete it")
-    group, ranks = stated(file, HPZ), request.layout.dp * request.layout.cp
+    group, ranks = stated(file, HPZ), layout.dp * layout.cp
     if group is not None and (type(group) is not int or group < 1 or ranks % group):
         allowed = f"a divisor of the {ranks} data-parallel ranks"
         yield file.problem(HPZ, group, allowed, "change or delete it")
@@ -337,10 +322,10 @@ def _unfilled(file: JsonFile, owned: Mapping[str, object]) -> Iterator[Problem]:
             yield file.problem(key, "auto", allowed, fix)
 
 
-def _missing_folder(file: JsonFile, request: DeepSpeedRequest) -> Iterator[Problem]:
+def _missing_folder(file: JsonFile, recipe: Recipe, layout: Layout) -> Iterator[Problem]:
     """NVMe offload for which neither the recipe nor the file names a folder."""
-    for block, device in _offloads(request.layout).items():
-        named = request.nvme_path or stated(file, f"{block}.nvme_path")
+    for block, device in _offloads(layout).items():
+        named = recipe.parallel.zero.nvme_path or stated(file, f"{block}.nvme_path")
         if device == "nvme" and not named:
             source = OWNED[f"{block}.device"]
             allowed = f"a folder on a fast local disk, because {source} is nvme"
