@@ -128,7 +128,7 @@ def test_a_batch_script_names_what_it_leaves_to_the_clusters_defaults():
     cores, shared, memory, time = warned()
     assert (
         cores.startswith("cpus-per-task: ")
-        and "launch.slurm.options=[--cpus-per-task=CORES]" in cores
+        and "add --cpus-per-task=CORES to launch.slurm.options" in cores
     )
     assert shared.startswith("exclusive: ") and memory.startswith("mem: ")
     assert time.endswith("the plan predicts 25.0 hours for the whole run")

@@ -16,21 +16,15 @@ from toolkit.system.interpreter import python
 from toolkit.text.terminal import tell
 
 _LEFT_TO_DEFAULTS: Mapping[str, tuple[str, str]] = {
-    "cpus-per-task": (
-        "the cluster's default may be 1 core per node",
-        "launch.slurm.options=[--cpus-per-task=CORES]",
-    ),
-    "exclusive": (
-        "other jobs may share the nodes",
-        "launch.slurm.options=[--exclusive,--mem=0]",
-    ),
+    "cpus-per-task": ("the cluster's default may be 1 core per node", "=CORES"),
+    "exclusive": ("other jobs may share the nodes", ""),
     "mem": (
         "the cluster's default limits host memory, which loading, saving and offload need",
-        "launch.slurm.options=[--exclusive,--mem=0]",
+        "=0",
     ),
-    "time": ("the partition's default ends the job", "launch.slurm.options=[--time=HH:MM:SS]"),
+    "time": ("the partition's default ends the job", "=HH:MM:SS"),
 }
-"""Options of sbatch without which the cluster decides: the consequence, and the setting."""
+"""Options of sbatch without which the cluster decides: the consequence, and a value."""
 _OF_ANY_JOB = ("partition", "account", "qos", "time")
 """Options that a node which joins the run needs, too."""
 _WARNING = re.compile(r"^# (WARNING: no --.*)$", re.MULTILINE)
@@ -96,9 +90,9 @@ def _directives(job: Job) -> Iterator[str]:
     stated = {name for name, value in options.items() if value is not None}
     stated |= {*_options(job)}
     stated |= {"mem"} & {name[:3] for name in stated}  # --mem-per-cpu, --mem-per-gpu
-    for name, (consequence, setting) in _LEFT_TO_DEFAULTS.items():
+    for name, (consequence, value) in _LEFT_TO_DEFAULTS.items():
         if name not in stated:
-            fix = f"--set {setting}"
+            fix = f"add --{name}{value} to launch.slurm.options"
             if name == "time" and job.predicted_s is not None:
                 hours = job.predicted_s / 3600
                 fix += f"; the plan predicts {hours:,.1f} hours for the whole run"
