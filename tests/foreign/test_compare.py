@@ -1,6 +1,7 @@
 """`dmt check --against`: what DMT renders agrees, and one changed word is found."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -170,7 +171,8 @@ def test_what_the_command_prints(
         ("a.txt", b"\xff\xfe\x00", "utf-8"),
         ("missing", None, "No such file"),
         (".", None, "directory"),
-        ("a.txt", b"x" * 300_000, "more than 256 KiB"),
+        ("pipe", None, "no regular file"),
+        ("a.txt", b"x" * 300_000, "more than 262144 bytes"),
     ],
 )
 def test_no_kind_of_file(
@@ -178,5 +180,6 @@ def test_no_kind_of_file(
 ) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
+    os.mkfifo(tmp_path / "pipe")  # reading it would wait for ever
     printed = dmt("check", TINY, "--against", tmp_path / name, code=2).err
     assert found in " ".join(printed.split()) and str(tmp_path / name) in printed

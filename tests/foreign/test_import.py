@@ -137,7 +137,7 @@ bf16: on
         (("llama-3.1-8b",), "--cluster: missing"),
         (MACHINE, "MODEL: missing"),
         (("llama-3.1-8b", "--from", "args.json", "--from", "ds.json", *MACHINE),
-         "what learning_rate at args.json:3 says: 2e-05"),
+         "what learning_rate at args.json:3 says: 2.0e-05"),
         (("--from", "notes.txt", *MACHINE), "without `--flags`"),
         (("llama-3.1-8b", "--from", str(FILES / "axolotl/dpo.yaml"), "--task", "sft", *MACHINE),
          "the files are for dpo"),

@@ -11,6 +11,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.foreign.tables import ForeignRow, ForeignTool
+from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.section import Section
@@ -50,7 +51,7 @@ class ForeignSetting:
     @property
     def written(self) -> str:
         """The value on one line, without credentials."""
-        return shortened(printable(redact(shown(self.value))), _LONGEST)
+        return shortened(printable(redact(in_yaml(self.value))), _LONGEST)
 
     def problem(self, expected: str, fix: str = LEAVE_OUT) -> Problem:
         """A mistake in it."""
@@ -177,7 +178,7 @@ def carry(tool: ForeignTool, settings: Settings) -> Found:
     refused = set()
     for name, at in settings.items():
         if name in tool.must_be and at.value not in tool.must_be[name]:
-            words = ", ".join(shown(word) for word in tool.must_be[name] if word != "")
+            words = ", ".join(in_yaml(word) for word in tool.must_be[name] if word != "")
             found.problems.append(at.problem(words, OTHER_RUN))
             refused.add(name)
     last = [
@@ -228,7 +229,7 @@ def _leave(tool: ForeignTool, name: str, at: ForeignSetting, found: Found) -> No
 def _not_in_effect(row: ForeignRow, found: Found) -> str:
     for name, values in row.when.items():
         if not _holds({name: values}, found.context):
-            return f"not in effect: {name} is {shown(found.context.get(name))}"
+            return f"not in effect: {name} is {in_yaml(found.context.get(name))}"
     if row.unless_when and _holds(row.unless_when, found.context):
         return "not in effect here"
     if row.unless and row.unless in found.values:
@@ -258,7 +259,7 @@ def _put_row(row: ForeignRow, at: ForeignSetting, found: Found) -> None:
             if not row.off:
                 found.drop(at, "has no effect with this value", changes=False)
         else:
-            words = ", ".join(shown(word) for word in row.words)
+            words = ", ".join(in_yaml(word) for word in row.words)
             found.problems.append(at.problem(words or "another value"))
         return
     elif row.below is not None and isinstance(value, int | float) and value >= row.below:
@@ -343,15 +344,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def shown(value: Any) -> str:
-    """A value as JSON and YAML write it."""
-    if isinstance(value, bool) or value is None:
-        return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(shown(item) for item in value)}]"
-    return f"{value:.12g}" if isinstance(value, float) else str(value)
-
-
 def as_yaml(text: str) -> Value:
     """A plain value as YAML reads it; a number without end as text."""
     try:
@@ -378,13 +370,16 @@ def _hashable(value: Any) -> bool:
     return isinstance(value, str | int | float | bool)
 
 
+def _value(at: ForeignSetting) -> str:
+    return "" if at.value is None else f" {at.written}"
+
+
 def left_lines(left: Sequence[Left]) -> Iterator[str]:
     """What is not carried: first what changes what is learned, then the rest on one line."""
     if said := [one for one in left if one.changes]:
         yield f"CHANGES WHAT IS LEARNED, or is for you to state ({len(said)}):"
     yield from dict.fromkeys(
-        f"  {one.at.name}{f' {one.at.written}'.rstrip()} ({one.at.place}): {one.reason}"
-        for one in said
+        f"  {one.at.name}{_value(one.at)} ({one.at.place}): {one.reason}" for one in said
     )
     if ignored := [one.at.name for one in left if not one.changes]:
         yield f"ignored ({len(ignored)}): {', '.join(ignored)}"

@@ -18,12 +18,12 @@ from toolkit.foreign.carry import (
     Found,
     Left,
     same,
-    shown,
 )
 from toolkit.foreign.megatron import config_of
 from toolkit.foreign.statements import add_batch, add_betas, read_together
 from toolkit.plan.dimensions import settings
 from toolkit.plan.plan import Plan
+from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.words import settings as recipe_settings
 from toolkit.text.dotted import leaves
@@ -99,10 +99,7 @@ def _values(recipe: Recipe, plan: Plan | None) -> dict[str, Any]:
     """Every value of the run by its key; without a plan, `auto` values are missing."""
     dumped = recipe.model_dump(exclude={"model": {"config"}})
     values = {key: value for key, value in leaves(dumped) if value != _AUTO}
-    values |= {
-        key: getattr(recipe.data, key.partition(".")[2])
-        for key in ("data.train", "data.validation")
-    }
+    values |= {f"data.{side}": dumped["data"][side] for side in ("train", "validation")}
     values[WORLD] = recipe.cluster.world_size
     steps = recipe.total_steps()
     if steps is not None:
@@ -113,10 +110,6 @@ def _values(recipe: Recipe, plan: Plan | None) -> dict[str, Any]:
     for key in _TRACKERS:
         section = getattr(recipe.logging, key.partition(".")[2])
         values[key] = section is not None and getattr(section, "mode", "") != "disabled"
-    for key in ("data.train", "data.validation"):
-        sources = values[key]
-        if isinstance(sources, tuple):
-            values[key] = [one.model_dump() for one in sources]
     if plan is not None:
         layout = plan.layout
         planned = {
@@ -154,9 +147,9 @@ def _compared(
     agrees = same(value, ours) or any(same(other, ours) for other in one.also)
     there = f"change {one.at.name} at {one.at.place}"
     can_be_set = key in recipe_settings() and not isinstance(value, list | dict)
-    here = f"--set {key}={shown(value).replace(' ', '')}, or " if can_be_set else ""
+    here = f"--set {key}={in_yaml(value).replace(' ', '')}, or " if can_be_set else ""
     return SettingComparison(
-        key, redact(shown(ours)), places.get(key, ""), one.at.name, one.at.written,
+        key, redact(in_yaml(ours)), places.get(key, ""), one.at.name, one.at.written,
         one.at.place, agrees,
         "" if agrees else redact(here + there),
     )  # fmt: skip

@@ -12,8 +12,8 @@ from toolkit.foreign.carry import (
     Found,
     Settings,
     relative_to_file,
-    shown,
 )
+from toolkit.recipe.dump import in_yaml
 
 Source = dict[str, Any]
 
@@ -128,7 +128,7 @@ def _axolotl_source(
         source["too_long"] = "drop"
     plain = ("ds_type", "trust_remote_code", "chat_template")
     unread += [
-        f"{name} {shown(one)}" for name, one in given.items() if one and name not in plain
+        f"{name} {in_yaml(one)}" for name, one in given.items() if one and name not in plain
     ]
     for reason in unread:
         found.drop(at, f"{source['path']}: {reason}")
@@ -257,7 +257,9 @@ def _unread(
         for name, column in columns.items()
         if column and name not in read
     ]
-    left += [f"{name} {shown(value)}" for name, value in info.items() if name not in _DESCRIBED]
+    left += [
+        f"{name} {in_yaml(value)}" for name, value in info.items() if name not in _DESCRIBED
+    ]
     if info.get("ranking") and not pairs:
         left.append("ranking is for dpo and orpo")
     return left

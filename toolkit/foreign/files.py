@@ -12,6 +12,7 @@ from toolkit.foreign.rules import RULES
 from toolkit.foreign.shell import read_flags
 from toolkit.foreign.tables import ForeignTool, tool, tools
 from toolkit.recipe import yaml_text
+from toolkit.system.untrusted import read_bytes
 
 SECTIONS = {
     "deepspeed_config": ("", "DEEPSPEED"),
@@ -148,14 +149,10 @@ def _by_names(file: JsonFile) -> tuple[ForeignTool, JsonFile]:
 
 def _text(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            data = file.read(yaml_text.MAX_BYTES + 1)
-        if len(data) > yaml_text.MAX_BYTES:
-            raise _NoKind(f"more than {yaml_text.MAX_BYTES // 1024} KiB")
-        return data.decode("utf-8-sig")
+        return read_bytes(path, yaml_text.MAX_BYTES).decode("utf-8-sig")
     except OSError as error:
         raise _NoKind(error.strerror or str(error)) from error
-    except ValueError as error:  # not UTF-8, or a null character in the path
+    except ValueError as error:  # too large, not UTF-8, or a null character in the path
         raise _NoKind(str(error)) from error
 
 

@@ -19,10 +19,10 @@ from toolkit.foreign.carry import (
     as_yaml,
     number,
     same,
-    shown,
 )
 from toolkit.foreign.tables import tool
 from toolkit.models.families import arguments, megatron_model, model_spec, unsupported
+from toolkit.recipe.dump import in_yaml
 
 _GPT2_TOKENIZER = ("GPT2BPETokenizer", "openai-community/gpt2", 50257)
 """pretrain_gpt.py's own tokenizer: its type, name and tokens."""
@@ -285,7 +285,7 @@ def _differences(
         has = made.get(name)
         if name in _FOLLOWING or same(value, has):
             continue
-        theirs = f"the closest model, {config['model_type']}, has {shown(has)}"
+        theirs = f"the closest model, {config['model_type']}, has {in_yaml(has)}"
         if name in ("attention_dropout", "hidden_dropout"):
             at = stated.get(name) or ForeignSetting(
                 f"--{name.replace('_', '-')}", value, first.file
@@ -293,7 +293,7 @@ def _differences(
             found.drop(at, theirs)
         elif name in stated:
             problems.append(
-                stated[name].problem(f"{shown(has)}, as in {config['model_type']}", NAME_IT)
+                stated[name].problem(f"{in_yaml(has)}, as in {config['model_type']}", NAME_IT)
             )
         else:
             default = ForeignSetting(f"--{name.replace('_', '-')} (default)", value, first.file)

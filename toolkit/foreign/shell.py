@@ -81,7 +81,9 @@ def _words(text: str, file: str) -> Iterator[_Word]:
         found = _TOKEN.match(text, position)
         if found is None:
             what = "a quotation that does not end"
-            raise RecipeError([Problem("arguments", what, "one that does", "", file, line)])
+            raise RecipeError(
+                [Problem("arguments", what, "one that does", "close it", file, line)]
+            )
         if found.lastgroup != "space":
             yield _Word(found[0], line, found.lastgroup == "operator")
         line += found[0].count("\n")

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from toolkit.data.local import NO_TOKENIZER, PLACEHOLDER
 from toolkit.errors import DmtError, PlanError, RecipeError
-from toolkit.foreign.carry import Carried, ForeignSetting, Found, Left, left_lines, shown
+from toolkit.foreign.carry import Carried, ForeignSetting, Found, Left, left_lines
 from toolkit.foreign.megatron import config_of
 from toolkit.foreign.statements import complete, ranks_of, read_together
 from toolkit.intake.load import load_recipe
@@ -122,7 +122,7 @@ def _leave_credentials(found: Found) -> None:
 
 def _masked(one: Left) -> Left:
     """A setting that is not carried, without credentials."""
-    at, written = one.at, shown(one.at.value)
+    at, written = one.at, in_yaml(one.at.value)
     secret = MASK in redact(written) or looks_secret(at.name, written)
     inside = re.findall(r"(\w+)['\"]?: (\S+)", written)
     secret |= any(looks_secret(key, value) for key, value in inside)
@@ -133,7 +133,7 @@ def _masked(one: Left) -> Left:
     )
     name = redact(at.name)
     name = name.lstrip("-") if looks_secret(name, "value") else name
-    value = "" if secret or at.value is None else at.value
+    value = None if secret else at.value
     at = ForeignSetting(name, value, at.file, at.line)
     return Left(at, printable(redact(reason)), one.changes, one.unknown)
 

@@ -19,8 +19,9 @@ from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.explain import is_inside
 from toolkit.recipe.words import settings
-from toolkit.recipe.yaml_text import WHOLE_FILE, Location, parse
+from toolkit.recipe.yaml_text import MAX_BYTES, WHOLE_FILE, Location, parse
 from toolkit.system.install import optional
+from toolkit.system.untrusted import read_bytes
 
 Space = dict[str, Any]
 """Optuna's distribution of each setting; choices as a recipe states them, on one line."""
@@ -62,8 +63,8 @@ def load_space(path: Path, recipe: Path, overrides: Sequence[str] = ()) -> Space
     without Optuna.
     """
     try:
-        root, problems = parse(path.read_text(encoding="utf-8-sig"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
+        root, problems = parse(read_bytes(path, MAX_BYTES).decode("utf-8-sig"), str(path))
+    except (OSError, ValueError) as error:
         fix = f"name a YAML file, for example with `{_EXAMPLE}`"
         raise RecipeError(
             [Problem(WHOLE_FILE, str(error), "a file", fix, str(path))]
