@@ -13,7 +13,6 @@ from toolkit.foreign.carry import (
     Settings,
     relative_to_file,
 )
-from toolkit.recipe.dump import in_yaml
 
 Source = dict[str, Any]
 
@@ -127,9 +126,7 @@ def _axolotl_source(
     if source["kind"] != "hf" and (excess is None or excess.value != "truncate"):
         source["too_long"] = "drop"
     plain = ("ds_type", "trust_remote_code", "chat_template")
-    unread += [
-        f"{name} {in_yaml(one)}" for name, one in given.items() if one and name not in plain
-    ]
+    unread += [name for name, one in given.items() if one and name not in plain]
     for reason in unread:
         found.drop(at, f"{source['path']}: {reason}")
     return source
@@ -257,9 +254,7 @@ def _unread(
         for name, column in columns.items()
         if column and name not in read
     ]
-    left += [
-        f"{name} {in_yaml(value)}" for name, value in info.items() if name not in _DESCRIBED
-    ]
+    left += [name for name in info if name not in _DESCRIBED]
     if info.get("ranking") and not pairs:
         left.append("ranking is for dpo and orpo")
     return left

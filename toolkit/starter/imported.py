@@ -18,12 +18,12 @@ from toolkit.intake.load import load_recipe
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.dump import commented, in_yaml
+from toolkit.recipe.dump import commented
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.starter.data import source_of
 from toolkit.starter.draft import Task, as_recipe, draft, draft_of_config, legal_name
 from toolkit.text.dotted import nested
-from toolkit.text.redact import MASK, looks_secret, redact
+from toolkit.text.redact import looks_secret, redact
 from toolkit.text.terminal import printable
 
 DRAFTED = "not in the files: dmt init's usual value"
@@ -112,30 +112,27 @@ def _shape(found: Found) -> dict[str, Any]:
 def _leave_credentials(found: Found) -> None:
     """Values with a credential in them are not carried."""
     for key, one in [*found.values.items()]:
-        value = one.value
-        text = value if isinstance(value, str) else in_yaml(value)
-        if redact(text) != text or (isinstance(value, str) and looks_secret(key, value)):
+        if _is_secret(key, one.value):
             del found.values[key]
-            at = ForeignSetting(one.at.name, None, one.at.file, one.at.line)
-            found.drop(at, "it has a credential, which no recipe states")
+            found.drop(one.at, "it has a credential, which no recipe states")
+
+
+def _is_secret(name: str, value: object) -> bool:
+    """Whether a value is a credential, or has one in it."""
+    if isinstance(value, Mapping):
+        return any(_is_secret(str(key), one) for key, one in value.items())
+    if isinstance(value, list | tuple):
+        return any(_is_secret(name, one) for one in value)
+    return looks_secret(name, value) or (isinstance(value, str) and redact(value) != value)
 
 
 def _masked(one: Left) -> Left:
     """A setting that is not carried, without credentials."""
-    at, written = one.at, in_yaml(one.at.value)
-    secret = MASK in redact(written) or looks_secret(at.name, written)
-    inside = re.findall(r"(\w+)['\"]?: (\S+)", written)
-    secret |= any(looks_secret(key, value) for key, value in inside)
-    reason = re.sub(  # `PATH: token VALUE`
-        r"([:,] )(\w+) ([^\s,]+)",
-        lambda at: f"{at[1]}{at[2]}" if looks_secret(at[2], at[3]) else at[0],
-        one.reason,
-    )
-    name = redact(at.name)
+    value = None if _is_secret(one.at.name, one.at.value) else one.at.value
+    name = redact(one.at.name)
     name = name.lstrip("-") if looks_secret(name, "value") else name
-    value = None if secret else at.value
-    at = ForeignSetting(name, value, at.file, at.line)
-    return Left(at, printable(redact(reason)), one.changes, one.unknown)
+    reason = printable(redact(one.reason))
+    return replace(one, at=replace(one.at, name=name, value=value), reason=reason)
 
 
 def _stated_cluster(found: Found, ranks: int | None) -> Cluster:
