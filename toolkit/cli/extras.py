@@ -1,32 +1,34 @@
-"""Options of `dmt` whose code is in `toolkit/extras`, which an installation may leave out."""
+"""Verbs and options of `dmt` whose code may be in `toolkit/extras`, which an installation may
+leave out."""
 
 from typing import Any
 
 from toolkit.errors import BackendUnavailable
-from toolkit.registry import Registry
+from toolkit.registry import load
 from toolkit.system.install import source
 
-OPTIONS: Registry[Any] = Registry(
-    "dmt.options",
-    {
-        "checkpoint import": "toolkit.extras.imports.command:import_checkpoint",
-        "checkpoint export --to megatron": "toolkit.extras.imports.megatron:write_megatron",
-        "report --html": "toolkit.extras.page:write_page",
-    },
-)
+OPTIONS = {
+    "checkpoint import": "toolkit.extras.imports.command:import_checkpoint",
+    "checkpoint export --to megatron": "toolkit.extras.imports.megatron:write_megatron",
+    "report --html": "toolkit.extras.page:write_page",
+}
 """By verb and option: what carries it out."""
 
 
 def option(name: str) -> Any:
     """What carries out an option, e.g. `report --html`. Raises BackendUnavailable."""
-    if name not in OPTIONS.names:
-        raise not_installed(f"dmt {name}")
-    return OPTIONS[name]
+    return carried_out(name, OPTIONS[name])
 
 
-def not_installed(what: str) -> BackendUnavailable:
-    """The error of a verb or option whose part of `toolkit/extras` is missing."""
-    return BackendUnavailable(
-        f"{what}: this installation of DMT has no toolkit/extras",
-        fix=f"install all of it: pip install {source()}",
-    )
+def carried_out(name: str, place: str) -> Any:
+    """What `module:attribute` names, for a verb or option. Raises BackendUnavailable where its
+    part of `toolkit/extras` is missing."""
+    try:
+        return load(place)
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("toolkit.extras"):
+            raise
+        raise BackendUnavailable(
+            f"dmt {name}: this installation of DMT has no toolkit/extras",
+            fix=f"install all of it: pip install {source()}",
+        ) from error

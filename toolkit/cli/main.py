@@ -73,20 +73,14 @@ class _LazyVerb(TyperCommand):
         return self._load().make_context(*args, **kwargs)
 
     def _load(self) -> Any:
-        from toolkit.registry import load
+        from toolkit.cli.extras import carried_out
 
-        try:
-            target = load(self._verb.target or f"toolkit.cli.{self.name}:{self.name}")
-        except ModuleNotFoundError as error:
-            if not str(error.name).startswith("toolkit.extras"):
-                raise
-            from toolkit.cli.extras import not_installed
-
-            raise not_installed(f"dmt {self.name}") from error
+        name = str(self.name)
+        target = carried_out(name, self._verb.target or f"toolkit.cli.{name}:{name}")
         if isinstance(target, typer.Typer):
             return get_command(target)
         app = _app()
-        app.command(self.name)(target)
+        app.command(name)(target)
         return get_command(app)
 
 
