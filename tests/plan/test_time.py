@@ -269,7 +269,7 @@ def test_bytes_that_offload_copies(
     """Per parameter of the shard: read from DeepSpeed 0.19.8 and FSDP2."""
     workload = replace(MODERN, engine=engine, precision=precision)
     cluster = parse_cluster("8xh100-80gb")
-    share = workload.share(1, 1, 1, 1, (), 0)
+    share = stage_share(LLAMA_8B, 1, 1, 1, 1, 0)
 
     def copied_by(accumulation: int) -> list[float]:
         split = replace(layout, gradient_accumulation=accumulation)

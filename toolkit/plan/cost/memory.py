@@ -32,6 +32,7 @@ from toolkit.plan.cost.stages import (
     StageShare,
     layers_of_stages,
     recomputed_of_stages,
+    share_of,
 )
 from toolkit.plan.cost.workload import Workload
 from toolkit.text.units import GIB
@@ -87,7 +88,7 @@ def peak_memory(workload: Workload, layout: Layout, *, on_device: bool = True) -
     those with one layer more than it can be the fullest.
     """
     workload = workload.in_layout(layout)
-    shares = _fullest_shares(workload, *degrees(layout))
+    shares = _fullest_shares(workload, layout)
     stages = [_memory(workload, layout, share, on_device) for share in shares]
     return max(stages, key=lambda memory: memory.allocated)
 
@@ -95,7 +96,7 @@ def peak_memory(workload: Workload, layout: Layout, *, on_device: bool = True) -
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     workload = workload.in_layout(layout)
-    return _memory(workload, layout, workload.share(*degrees(layout), stage), True)
+    return _memory(workload, layout, share_of(workload.spec, layout, stage), True)
 
 
 def _memory(workload: Workload, layout: Layout, share: StageShare, on_device: bool) -> Memory:
@@ -200,11 +201,6 @@ def is_whole_again(workload: Workload, layout: Layout) -> bool:
     return layout.recompute >= min(stage_layers(workload.spec.layers, *layout.division))
 
 
-def degrees(layout: Layout) -> tuple[int, int, int, int, tuple[int, ...]]:
-    """Quantities that determine a rank's share of the parameters."""
-    return layout.tp, layout.ep, layout.pp, layout.vpp, layout.stages
-
-
 # Model states
 
 
@@ -213,7 +209,7 @@ def model_states_gib(workload: Workload, layout: Layout) -> float:
 
     Offloaded states are not counted, although parts of them pass through the device.
     """
-    shares = _fullest_shares(workload, *degrees(layout))
+    shares = _fullest_shares(workload, layout)
     return max(_memory(workload, layout, one, True).model_states for one in shares) / GIB
 
 
@@ -221,7 +217,7 @@ def building_gib(workload: Workload, layout: Layout) -> float:
     """GiB of weights on the fullest rank while the model is built, if it is built whole."""
     if not workload.cost.builds_whole(workload.model, layout):
         return 0.0
-    shares = _fullest_shares(workload, *degrees(layout))
+    shares = _fullest_shares(workload, layout)
     return max(share.parameters for share in shares) * workload.width / GIB
 
 
@@ -295,15 +291,13 @@ def _padding(workload: Workload, ranks: int) -> float:
     return -(-experts // ranks) * ranks / experts
 
 
-@lru_cache(maxsize=4096)
-def _fullest_shares(
-    workload: Workload, tp: int, ep: int, pp: int, vpp: int, stages: tuple[int, ...]
-) -> list[StageShare]:
+def _fullest_shares(workload: Workload, layout: Layout) -> list[StageShare]:
     """Of the stages that can be the fullest: first, last, and the first with most layers; all
     where a layout divides layers by itself."""
-    counts = layers_of_stages(workload.spec.layers, pp, vpp, stages)
-    found = {*range(pp)} if stages else {0, counts.index(max(counts)), pp - 1}
-    return [workload.share(tp, ep, pp, vpp, stages, stage) for stage in sorted(found)]
+    counts = layers_of_stages(workload.spec.layers, *layout.division)
+    found = {0, counts.index(max(counts)), layout.pp - 1}
+    stages = [*range(layout.pp)] if layout.stages else sorted(found)
+    return [share_of(workload.spec, layout, stage) for stage in stages]
 
 
 # Buffers within a step
@@ -441,7 +435,7 @@ def offloaded_bytes(
     sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) gradients
     stay in memory, too, and buffers of `ds_configs` remain.
     """
-    share = workload.share(*degrees(layout), 0)
+    share = share_of(workload.spec, layout, 0)
     each = state_bytes(workload, share)
     ranks = layout.dp * layout.cp if layout.zero_stage else 1
     held, trained = share.parameters / ranks, share.trained.parameters / ranks

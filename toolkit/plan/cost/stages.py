@@ -5,17 +5,8 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from toolkit.layout import Recompute, padded_vocab, stage_layers
+from toolkit.layout import Layout, Recompute, padded_vocab, stage_layers
 from toolkit.models.spec import FrozenParameters, ModelSpec
-
-
-class _Frozen(NamedTuple):
-    """Parameters of a share that do not train, by the fields of `StageShare`."""
-
-    dense: float
-    experts: float
-    vocabulary: float
-    output: float
 
 
 class StageShare(NamedTuple):
@@ -31,16 +22,23 @@ class StageShare(NamedTuple):
     """Parameters of the embedding and the output head."""
     output: float
     """Parameters of the output head, also if tied to the embedding."""
-    frozen: _Frozen | None = None
+    frozen: "StageShare | None" = None
     """The frozen part of these; None: everything trains."""
 
     @property
     def trained(self) -> "StageShare":
         """The same with the parameters that train."""
-        if self.frozen is None:
+        rest = self.frozen
+        if rest is None:
             return self
-        rest = {key: getattr(self, key) - value for key, value in self.frozen._asdict().items()}
-        return self._replace(frozen=None, **{key: max(0.0, x) for key, x in rest.items()})
+        return StageShare(
+            self.stage,
+            self.layers,
+            dense=max(0.0, self.dense - rest.dense),
+            experts=max(0.0, self.experts - rest.experts),
+            vocabulary=max(0.0, self.vocabulary - rest.vocabulary),
+            output=max(0.0, self.output - rest.output),
+        )
 
     @property
     def parameters(self) -> float:
@@ -105,16 +103,20 @@ def stage_share(
         own = spec.adapters
         dense = layers * (own.split / tp + own.whole) / spec.layers
         experts = own.experts / ep if ep > 1 else own.experts_split / tp + own.experts_whole
-        base = _Frozen(share.dense, share.experts, share.vocabulary, share.output)
         return share._replace(
-            dense=share.dense + dense, experts=share.experts + part * experts, frozen=base
+            dense=share.dense + dense, experts=share.experts + part * experts, frozen=share
         )
     if spec.frozen is None:
         return share
     bounds = list(accumulate(stage_layers(spec.layers, pp, vpp, stages), initial=0))
     held = [i for chunk in range(stage, pp * vpp, pp) for i in range(*bounds[chunk:][:2])]
-    frozen = _frozen(spec, spec.frozen, share, held, (tp, ep, tp))
-    return share._replace(frozen=frozen)
+    return share._replace(frozen=_frozen(spec, spec.frozen, share, held, tp, ep))
+
+
+def share_of(spec: ModelSpec, layout: Layout, stage: int) -> StageShare:
+    """The share of a rank of pipeline rank `stage` in a layout."""
+    degrees = layout.tp, layout.ep, layout.pp, layout.vpp
+    return stage_share(spec, *degrees, stage, layout.stages)
 
 
 def _vocabulary(spec: ModelSpec, tp: int) -> float:
@@ -127,10 +129,10 @@ def _frozen(
     frozen: FrozenParameters,
     share: StageShare,
     held: Sequence[int],
-    degrees: tuple[int, int, int],
-) -> _Frozen:
+    tp: int,
+    ep: int,
+) -> StageShare:
     """The frozen part of a stage that holds the layers `held`, split like its share."""
-    tp, ep, embedding_tp = degrees
     split, whole, experts = (
         sum(counts[layer] for layer in held)
         for counts in (frozen.layers, frozen.whole, frozen.experts)
@@ -139,10 +141,11 @@ def _frozen(
     output = share.output if head else 0.0
     vocabulary = 0.0
     if share.stage == 0:
-        embedding = _vocabulary(spec, embedding_tp)
-        vocabulary = (embedding if frozen.embedding else 0.0) + frozen.position_embedding
+        embedding = _vocabulary(spec, tp) if frozen.embedding else 0.0
+        vocabulary = embedding + frozen.position_embedding
     if share.stage > 0 or not spec.tied_embeddings:
         vocabulary += output
     final_norm = frozen.final_norm * share.layers / spec.layers  # in every layer, as there
     dense = split / tp + whole + final_norm
-    return _Frozen(dense, experts / (ep if ep > 1 else tp), vocabulary, output)
+    split_experts = experts / (ep if ep > 1 else tp)
+    return StageShare(share.stage, share.layers, dense, split_experts, vocabulary, output)

@@ -5,12 +5,19 @@ from functools import cached_property, lru_cache
 from typing import Literal, NamedTuple
 
 from toolkit.backend import BACKENDS
-from toolkit.layout import CostPrecision, EngineName, Layout, ModelName, Pair, padded_vocab
+from toolkit.layout import (
+    CostPrecision,
+    EngineName,
+    FusedKernels,
+    Layout,
+    ModelName,
+    Pair,
+    padded_vocab,
+)
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.owned import OwnerUpdates
-from toolkit.plan.cost.stages import StageShare, stage_share
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention
@@ -123,27 +130,10 @@ class Workload:
         """Rows of the head on a tensor-parallel rank, padded: logits of one token."""
         return padded_vocab(self.spec.vocab, tp) / tp
 
-    def share(
-        self, tp: int, ep: int, pp: int, vpp: int, stages: tuple[int, ...], stage: int
-    ) -> StageShare:
-        """See `stage_share`."""
-        return stage_share(self.spec, tp, ep, pp, vpp, stage, stages)
-
     def in_layout(self, layout: Layout) -> "Workload":
-        """With what a layout decides of its operators: compiled layers are fused ones. Liger's
-        activation function is not in experts. With context parallel, attention has the kernel
-        for documents of different lengths."""
-        compiled, fused = layout.compile != "none", layout.fused != "none"
-        liger = layout.fused == "liger"
-        on = {
-            "fused_elementwise": compiled,
-            "fused_glu": (compiled or fused) and not (liger and self.spec.moe_layers),
-            "fused_norms": liger,
-            "grouped_experts": layout.experts == "grouped",
-        }
-        names = tuple(filter(on.get, on))
-        lengths = layout.cp > 1 and (self.document_mask or self.cudnn)
-        return _in_layout(self, names, lengths) if names or lengths else self
+        """With what a layout decides of its operators."""
+        compiled, grouped = layout.compile != "none", layout.experts == "grouped"
+        return _in_layout(self, compiled, layout.fused, grouped, layout.cp > 1)
 
 
 class Setup(NamedTuple):
@@ -156,9 +146,22 @@ class Setup(NamedTuple):
 
 
 @lru_cache(64)
-def _in_layout(workload: Workload, on: tuple[str, ...], lengths: bool) -> Workload:
-    off = dict.fromkeys(("document_mask", "cudnn"), False) if lengths else {}
-    return replace(workload, **off, **dict.fromkeys(on, True))  # type: ignore[arg-type]
+def _in_layout(
+    workload: Workload, compiled: bool, fused: FusedKernels, grouped: bool, spread: bool
+) -> Workload:
+    """Compiled layers are fused ones. Liger's activation function is not in experts. With
+    context parallel, attention has the kernel for documents of different lengths."""
+    liger = fused == "liger"
+    glu = (compiled or fused != "none") and not (liger and workload.spec.moe_layers)
+    return replace(
+        workload,
+        fused_elementwise=workload.fused_elementwise or compiled,
+        fused_glu=workload.fused_glu or glu,
+        fused_norms=workload.fused_norms or liger,
+        grouped_experts=workload.grouped_experts or grouped,
+        document_mask=workload.document_mask and not spread,
+        cudnn=workload.cudnn and not spread,
+    )
 
 
 def workload_of(job: PlanRequest, pair: Pair) -> Workload:

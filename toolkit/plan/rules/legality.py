@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from toolkit.backend import ANY, BACKENDS, Support
 from toolkit.errors import Problem
@@ -27,18 +27,20 @@ _LIMITED = (*(one.setting for one in DEGREES if one.key), "replicate")
 
 
 class Rule(NamedTuple):
-    """What a pair of engine and model cannot do; texts are formats of the job `j`, the pair `p`
-    and what `refuses` returns, `why`."""
+    """What a pair of engine and model, or any, cannot do; texts are formats of the job `j`, the
+    pair `p`, the stated `value` and what `refuses` returns, `why`."""
 
     key: str
     """The setting that is refused."""
-    refuses: Callable[[PlanRequest, Pair], object]
+    refuses: Callable[[Any, Any], object]
     allowed: str = "{why}"
     fix: str = "set {key} to auto"
     found: str = "{value}"
 
 
-def broken(rules: Iterable[Rule], job: PlanRequest, pair: Pair) -> Iterator[Problem]:
+def broken(
+    rules: Iterable[Rule], job: "PlanRequest | Intent", pair: Pair | None = None
+) -> Iterator[Problem]:
     """The first broken rule of each setting."""
     refused = set[str]()
     for rule in rules:
@@ -50,14 +52,19 @@ def broken(rules: Iterable[Rule], job: PlanRequest, pair: Pair) -> Iterator[Prob
             yield Problem(rule.key, found, allowed, rule.fix.format(**words))
 
 
-class Need(NamedTuple):
-    """A setting of `parallel` that goes only with some values of another one."""
+class Intent(NamedTuple):
+    """A recipe's `parallel` alone, in the place of a job."""
 
-    key: str
-    other: str
-    lacks: Callable[[ParallelSection], bool]
-    allowed: str
-    """What the first one may be otherwise."""
+    parallel: ParallelSection
+
+
+def _needs(
+    key: str, other: str, lacks: Callable[[ParallelSection], object], allowed: str
+) -> Rule:
+    """A setting of `parallel` that goes only with some values of another one, on any pair."""
+    fix = f"set {{key}} to auto, or parallel.{other}"
+    found = f"{{value}} with {other.removeprefix('zero.')}: {{j.parallel.{other}}}"
+    return Rule(f"parallel.{key}", lambda j, _: lacks(j.parallel), allowed, fix, found)
 
 
 def _is_offloaded(place: str) -> bool:
@@ -65,37 +72,37 @@ def _is_offloaded(place: str) -> bool:
 
 
 NEEDS = (
-    Need(
+    _needs(
         "virtual_pipeline",
         "pipeline",
         lambda p: is_above_one(p.virtual_pipeline) and p.pipeline == 1,
         "1 without pipeline stages",
     ),
-    Need(
+    _needs(
         "sequence",
         "tensor",
         lambda p: p.sequence is True and p.tensor == 1,
         "true only inside a tensor-parallel group",
     ),
-    Need(
+    _needs(
         "replicate",
         "zero.offload_parameters",
         lambda p: is_above_one(p.replicate) and _is_offloaded(p.zero.offload_parameters),
         "1 with offload, which is for models that copies of shards leave no room for",
     ),
-    Need(
+    _needs(
         "zero.offload_optimizer",
         "zero.stage",
         lambda p: p.zero.offload_optimizer == "nvme" and p.zero.stage not in (3, "auto"),
         "nvme in stage 3 only; below it, DeepSpeed keeps the states in CPU memory silently",
     ),
-    Need(
+    _needs(
         "zero.offload_optimizer",
         "zero.stage",
         lambda p: p.zero.offload_optimizer == "cpu" and p.zero.stage == 0,
         "none in stage 0, which shards no optimizer states",
     ),
-    Need(
+    _needs(
         "zero.offload_parameters",
         "zero.stage",
         lambda p: _is_offloaded(p.zero.offload_parameters) and p.zero.stage not in (3, "auto"),
@@ -161,13 +168,13 @@ def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
     Only the requested one if `parallel` states it; at least one if `problems` finds none.
     """
 
-    def in_stage(stage: Stage) -> ParallelSection:
-        return parallel.with_values({"zero.stage": stage})
+    def in_stage(stage: Stage) -> Intent:
+        return Intent(parallel.with_values({"zero.stage": stage}))
 
     return [
         stage
         for stage in table()[pair].zero_stages
-        if parallel.zero.stage in ("auto", stage) and not list(_needs(in_stage(stage)))
+        if parallel.zero.stage in ("auto", stage) and not [*broken(NEEDS, in_stage(stage))]
     ]
 
 
@@ -176,7 +183,7 @@ def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem
 
     Keys are full dotted paths; file and line are left to the caller.
     """
-    found = [*_needs(parallel)]
+    found = [*broken(NEEDS, Intent(parallel))]
     wrong = {problem.key for problem in found}
     found += [p for p in _table_problems(parallel) if p.key not in wrong]
     return found or list(_world_problems(parallel, cluster))
@@ -203,22 +210,6 @@ def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | N
 def divisors(number: int) -> list[int]:
     """The divisors of `number` that are legal degrees, ascending; none of 0."""
     return [degree for degree in range(1, min(number, ANY) + 1) if number % degree == 0]
-
-
-def _needs(parallel: ParallelSection) -> Iterator[Problem]:
-    """Settings that make sense only together with another one."""
-    for need in NEEDS:
-        if need.lacks(parallel):
-            value, other = (_value(parallel, f"parallel.{one}") for one in need[:2])
-            key, name = f"parallel.{need.key}", need.other.removeprefix("zero.")
-            shown = f"{plain_text(value)} with {name}: {other}"
-            fix = f"set {key} to auto, or parallel.{need.other}"
-            yield Problem(key, shown, need.allowed, fix)
-
-
-def _value(parallel: ParallelSection, key: str) -> object:
-    """What a recipe states for a setting of `parallel`."""
-    return attrgetter(key.removeprefix("parallel."))(parallel)
 
 
 def _table_problems(parallel: ParallelSection) -> list[Problem]:
@@ -278,7 +269,7 @@ def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
     )
     for key, allowed in _unsupported(parallel, support):
         name = f"parallel.{key}"
-        value = plain_text(_value(parallel, key))
+        value = plain_text(attrgetter(key)(parallel))
         fix = f"set {name} to auto{instead}"
         if key == "zero.config":
             fix = f"remove it{instead}"
