@@ -19,6 +19,7 @@ from tests.processes import HANG_S, ROOT
 from toolkit.accelerate.scripts import (
     nearest_schedule,
     planned_for_launcher,
+    prepare,
     training_arguments,
 )
 from toolkit.errors import PlanError, RecipeError
@@ -205,6 +206,12 @@ def test_an_engine_of_the_arguments_own_is_refused(
     with pytest.raises(PlanError, match=f"^{name} is given, .*: engine deepspeed") as caught:
         training_arguments(TINY, output_dir="out", **{name: {}})
     assert f"leave {name} out" in caught.value.fix
+
+
+def test_an_engine_of_the_accelerators_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PlanError, match=r"^cpu is given"):
+        prepare(TINY, cpu=True)
 
 
 def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

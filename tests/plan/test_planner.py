@@ -127,7 +127,7 @@ def test_a_shape_in_a_local_folder(tmp_path: Path) -> None:
     plan = plan_recipe(recipe(model__config=None, model__hub=str(tmp_path)))
     assert plan.parameters == model_spec(TINY).parameters.total
     for bad, message in (
-        ("[]", "cannot read"),
+        ("[]", "no map of settings"),
         ("{", "cannot read"),
         ('{"model_type": "brt"}', "model_type"),
         ('{"model_type": "bert"}', "is_decoder"),

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from transformers import TrainingArguments
 
 Arguments = TypeVar("Arguments", bound="TrainingArguments")
+_OF_ACCELERATOR = (
+    "cpu", "mixed_precision", "deepspeed_plugin", "fsdp_plugin", "parallelism_config",
+    "gradient_accumulation_steps", "gradient_accumulation_plugin",
+)  # fmt: skip
+"""Arguments of an Accelerator that the plan decides."""
 
 
 def prepare(
@@ -47,6 +52,7 @@ def prepare(
     not follow the plan.
     """
     loaded, plan = planned_for_launcher(recipe, overrides)
+    _refuse_decided(_OF_ACCELERATOR, more, plan)
     words, layout = in_accelerate(loaded, plan), plan.layout
     _prepare_process(words, layout)
     from accelerate import Accelerator
@@ -196,13 +202,17 @@ def _refuse_unstated(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> Non
         )
     engines = [BACKENDS[name].accelerate for name in BACKENDS.names]
     stating = [field for words in engines for field in getattr(words, "fields", ())]
-    for name in (*stating, "parallelism_config", "use_cpu"):
-        if name in more:
-            raise PlanError(
-                f"{name} is given, but the recipe's plan decides it: engine {plan.engine}",
-                fix=f"leave {name} out; state another engine in the recipe or the overrides, "
-                'as in training_arguments(recipe, ["parallel.engine=fsdp"])',
-            )
+    _refuse_decided((*stating, "parallelism_config", "use_cpu"), more, plan)
+
+
+def _refuse_decided(names: Iterable[str], more: Mapping[str, Any], plan: Plan) -> None:
+    """Raise PlanError where `more` has one of these arguments, which the plan decides."""
+    if given := [name for name in names if name in more]:
+        raise PlanError(
+            f"{given[0]} is given, but the recipe's plan decides it: engine {plan.engine}",
+            fix=f"leave {given[0]} out; state another engine or precision in the recipe or the "
+            'overrides, as in ["parallel.engine=fsdp"]',
+        )
 
 
 def _of_recipe(

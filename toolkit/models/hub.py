@@ -55,9 +55,11 @@ def _read_config(
     if not Path(model.hub).is_dir():
         path = _hub_config(model.hub, model.revision, download)
     try:
-        stated: dict[str, Any] = read_json(path)
+        stated = read_json(path)
+        if not isinstance(stated, dict):
+            raise ValueError("it is no map of settings")
         return path, stated, published(stated)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise PlanError(
             f"model.hub: cannot read {path}: {error}",
             fix="check the folder, or set model.config",
@@ -74,7 +76,9 @@ def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
     try:
         read(config)
     except PlanError as error:
-        raise PlanError(f"model.hub: {path}: {error}", fix="choose another model") from error
+        told = f"model.hub: {path}: {error.message}"
+        fix = f"{error.fix}; or choose another model" if error.fix else "choose another model"
+        raise PlanError(told, fix=fix) from error
     return config
 
 
