@@ -70,7 +70,7 @@ def test_trainable_parameters_are_in_the_plan() -> None:
         (["model.*", "lm_*"], TINY, {}, "matches all 21 tensors; allowed: at least one"),
         (
             ["*.0.self_attn.q_proj.*"], TINY, {"engine": "megatron"},
-            "k_proj.weight and model.layers.0.self_attn.q_proj.weight; allowed: the same for",
+            "k_proj.weight and model.layers.0.self_attn.q_proj.weight; allowed: one value",
         ),
         (["*.gate_proj.*"], TINY, {"model": "megatron"}, "fix: match all or none of"),
         (["*.experts.1.*"], MIXTRAL, {"engine": "ddp"}, "different values for model.layers."),

@@ -75,7 +75,7 @@ def mixed_problems(
             yield Problem(
                 key,
                 f"different values for {one} and {other}",
-                "the same for all tensors of a parameter, which this model implementation has",
+                "one value: this model implementation keeps both in one parameter",
                 f"match all or none of {listed}",
             )
             return
