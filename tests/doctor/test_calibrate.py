@@ -63,16 +63,12 @@ def test_one_process_has_no_link(tmp_path: Path) -> None:
     ("device", "expected"),
     [
         ("Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
         ("NVIDIA A100-PCIE-40GB", "a100-40gb-pcie"),
         ("NVIDIA A100 80GB PCIe", "a100-80gb-pcie"),
         ("NVIDIA H100 80GB HBM3", "h100-80gb"),
         ("NVIDIA H100 PCIe", "h100-80gb-pcie"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
         ("NVIDIA GB200", "gb200"),
-        ("AMD Instinct MI300X", "mi300x"),
         ("NVIDIA B300 SXM6 AC", "b300"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA H20", "h20"),
@@ -80,11 +76,8 @@ def test_one_process_has_no_link(tmp_path: Path) -> None:
         ("NVIDIA L4", "l4"),
         ("NVIDIA A10", "a10"),
         ("NVIDIA A10G", "a10g"),
-        ("Tesla T4", "t4"),
         ("NVIDIA RTX A6000", "a6000"),
         ("NVIDIA GeForce RTX 3090", "rtx3090"),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 5090", "rtx5090"),
     ],
 )
 def test_drivers_names(device: str, expected: str) -> None:

@@ -128,11 +128,11 @@ def test_groups_are_printed_as_they_come(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu-selftest", "--calibrate"], "--gpu-selftest would be ignored"),
-        ([str(TINY), "--calibrate"], "RECIPE would be ignored"),
+        (["--gpu-selftest", "--calibrate"], "without --calibrate"),
+        ([str(TINY), "--calibrate"], "not with --calibrate"),
         (["--bandwidth"], "`dmt doctor --bandwidth` was removed"),
-        (["--set", "training.steps=1"], "--set would be ignored"),
-        (["--out", "mine.yaml", "--processes", "2"], "--out, --processes would be ignored"),
+        (["--set", "training.steps=1"], "with RECIPE"),
+        (["--out", "mine.yaml", "--processes", "2"], "with --calibrate or --gpu-selftest"),
         (["--processes", "0"], "--processes"),
         (["--hostfile", "hosts"], "`dmt doctor --hostfile` was removed"),
         (["/nonexistent.yaml"], "/nonexistent.yaml"),

@@ -81,32 +81,24 @@ def test_losses_and_a_resume_pass(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("bug", "layout", "found", "tail"),
-    [
-        ("failing", "ddp", "RuntimeError: the disk is full", "bugs.py"),
-        ("dropped_reduction", "zero2", "step 2: gradient norm", ""),
-    ],
-)
-def test_a_rank_that_fails_and_a_reduction_left_out(
-    bug: str, layout: str, found: str, tail: str, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """Each is a failed check; the bounds of bf16 find a reduction of one step of five."""
-    monkeypatch.setenv(BUG, bug)
+def test_a_reduction_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A failed check: the bounds of bf16 find a reduction of one step of five."""
+    monkeypatch.setenv(BUG, "dropped_reduction")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setattr("toolkit.cli.rehearse.NUMBERS", ("bf16",))
     buggy = partial(Options, worker="tests.rehearse.bugs")
     monkeypatch.setattr("toolkit.cli.rehearse.Options", buggy)
     without_resume(monkeypatch)
     settings = [word for one in SMALLER for word in ("--set", one)]
-    command = ["rehearse", str(DENSE), "--on", "gpu", "--layouts", layout, "--json", *settings]
+    command = ["rehearse", str(DENSE), "--on", "gpu", "--layouts", "zero2", "--json", *settings]
     assert main([*command, "--out", str(tmp_path / "report.md")]) == EXIT_FAILED
     failed, resumed = json.loads(capsys.readouterr().out)["checks"]
     assert (failed["verdict"], resumed["verdict"]) == ("failed", "ok")
-    assert found in failed["found"] and tail in failed["tail"]
+    assert "step 2: gradient norm" in failed["found"]
     (runs,) = tmp_path.glob("dmt-selftest-*")
-    assert (runs / f"tiny-llama-bytes/bf16/{layout}/logs").is_dir()
+    assert (runs / "tiny-llama-bytes/bf16/zero2/logs").is_dir()
 
 
 def test_a_part_that_raises_does_not_end_the_others(

@@ -35,133 +35,103 @@ def test_every_cause_of_a_killed_and_restarted_run() -> None:
     assert found.percentages()["productive"] == 44.7
 
 
-def test_lines_for_several_steps_count_every_step() -> None:
-    log = [event(0, "launch"), event(5, "start", step=0), event(50, "end", step=20)]
-    assert parts(goodput(log, metrics(20, 2.0, every=10)))["productive"] == 40
+PLAIN = [event(0, "launch"), event(5, "start", step=0), event(50, "end", step=20)]
+STOPPED_BY_HAND = [
+    event(0, "launch"),
+    event(4, "start", step=0),
+    event(30, "save", step=10, seconds=1.0, stall_s=1.0),
+    event(31, "end", step=10, exit_code=75),
+    event(1000, "launch"),
+    event(1006, "load", step=10, seconds=1.5),
+    event(1007, "start", step=10),
+    event(1007, "resume", step=10, dropped_metrics_lines=0),
+    event(1030, "end", step=20, exit_code=0),
+]
+KILLED = [
+    event(0, "launch"),
+    event(10, "start", step=0),
+    event(31, "save", step=10, seconds=1.0, stall_s=1.0),
+]
+CONTINUED = [
+    event(500, "launch"),
+    event(510, "load", step=10, seconds=1.0),
+    event(510, "start", step=10),
+    event(510, "resume", step=10, dropped_metrics_lines=4),
+    event(518, "replay", from_step=10, to_step=14, seconds=8.0),
+    event(530, "end", step=20, exit_code=0),
+]
+FROM_THE_BEGINNING = [
+    event(10, "start", step=0),
+    event(20, "end", step=3, exit_code=4),
+    event(30, "start", step=0),
+    event(30, "restart", step=0, dropped_metrics_lines=3),
+    event(40, "end", step=5, exit_code=0),
+]
+"""A worker's own `restart` has no attempt: it says that nothing was saved."""
+NEVER_TRAINED = [
+    event(0, "launch"),
+    event(7, "end", rank=1, step=0, exit_code=4),
+    event(8, "restart", attempt=1, reason="rank 1 failed"),
+    event(20, "start", step=0),
+    event(31, "end", step=5, exit_code=0),
+]
+CLOCK_SET_BACK = [event(100, "launch"), event(105, "start", step=0), event(40, "end", step=10)]
+HUNG = [
+    event(0, "launch"),
+    event(10, "start", step=0, seconds=9.0),
+    # Five steps of 2 s; the sixth halts at 20, which is found 30 s later.
+    event(50, "hang", step=5, rank=0, idle_s=30.0),
+    event(51, "end", rank=0, step=5, exit_code=4, error="hang: nothing done"),
+    event(53, "restart", attempt=1, reason="rank 1 hung in step 6", from_step=0),
+    event(60, "start", step=0, seconds=4.0),
+    event(60, "replay", from_step=0, to_step=5, seconds=10.0),
+    event(80, "end", rank=0, step=10, exit_code=0),
+]
+ANOTHER_LAUNCHER = [
+    # No `launch`: `start` says how old its process was.
+    event(12, "start", step=0, seconds=10.0),
+    event(32, "save", step=10, seconds=1.0, stall_s=0.0),
+    event(32, "end", step=10, exit_code=75),
+    event(40, "restart", attempt=1, reason="the agent", from_step=10),
+    event(45, "start", step=10, seconds=5.0),
+    event(45, "load", step=10, seconds=2.0),
+    event(65, "end", step=20, exit_code=0),
+]
+CASES: dict[str, tuple[Any, Any, tuple[float, float], dict[str, float]]] = {
+    "lines for several steps": (PLAIN, metrics(20, 2.0, every=10), (50, 0), {"productive": 40}),
+    "a line of a step that was logged before": (
+        PLAIN, [*metrics(20, 2.0), metrics(8, 2.0)[-1]], (50, 0), {"productive": 40}),
+    "a stop by hand is no loss": (STOPPED_BY_HAND, metrics(20, 2.0), (31 + 30, 1000 - 31),
+                                  {"start_up": 4 + 7 - 1.5, "replayed": 0}),
+    # No end, no restart: the step times say how long it lived after its last event.
+    "killed outright": (KILLED, metrics(14, 2.0), (31 + 4 * 2, 0),
+                        {"productive": 28, "not_accounted": 0}),
+    "a launch after a kill": ([*KILLED, *CONTINUED], metrics(20, 2.0),
+                              ((31 + 8) + 30, 500 - 39), {"replayed": 8}),
+    "a worker begins again": (FROM_THE_BEGINNING, metrics(5, 2.0), (20, 10), {}),
+    "starts that never trained": (NEVER_TRAINED, metrics(5, 2.0), (31, 0), {"start_up": 20}),
+    "a clock that is set back": (CLOCK_SET_BACK, metrics(10, 2.0), (20 + 5, 0),
+                                 {"productive": 20, "not_accounted": 0}),
+    "a hang, from the halt to the restart": (
+        HUNG, metrics(10, 2.0), (80, 0),
+        {"hung": 53 - 20, "start_up": 10 + (60 - 53), "not_accounted": 0}),
+    "another launcher": (ANOTHER_LAUNCHER, metrics(20, 2.0), (38 + 25, 0),
+                         {"start_up": 10 + (5 - 2)}),
+}  # fmt: skip
+"""Events, metrics, seconds in all and between starts, and some of the parts."""
 
 
-def test_a_line_of_a_step_that_was_logged_before_counts_once() -> None:
-    log = [event(0, "launch"), event(5, "start", step=0), event(50, "end", step=20)]
-    lines = [*metrics(20, 2.0), metrics(8, 2.0)[-1]]
-    assert parts(goodput(log, lines))["productive"] == 40
+@pytest.mark.parametrize("name", CASES)
+def test_the_parts(name: str) -> None:
+    log, lines, (total_s, idle_s), expected = CASES[name]
+    found = goodput(log, lines)
+    assert (found.total_s, found.idle_s) == (total_s, idle_s)
+    assert parts(found) | expected == parts(found)
 
 
-def test_a_stop_by_hand_is_no_loss_of_the_run() -> None:
-    log = [
-        event(0, "launch"),
-        event(4, "start", step=0),
-        event(30, "save", step=10, seconds=1.0, stall_s=1.0),
-        event(31, "end", step=10, exit_code=75),
-        event(1000, "launch"),
-        event(1006, "load", step=10, seconds=1.5),
-        event(1007, "start", step=10),
-        event(1007, "resume", step=10, dropped_metrics_lines=0),
-        event(1030, "end", step=20, exit_code=0),
-    ]
-    found = goodput(log, metrics(20, 2.0))
-    assert (found.total_s, found.idle_s) == (31 + 30, 1000 - 31)
-    assert parts(found)["start_up"] == 4 + 7 - 1.5
-    assert parts(found)["replayed"] == 0
-
-
-def test_a_run_that_was_killed_outright_lived_for_as_long_as_its_last_steps() -> None:
-    """No end, no restart: the step times say how long it went on after its last event."""
-    log = [
-        event(0, "launch"),
-        event(10, "start", step=0),
-        event(31, "save", step=10, seconds=1.0, stall_s=1.0),
-    ]
-    found = goodput(log, metrics(14, 2.0))
-    assert found.total_s == 31 + 4 * 2
-    assert parts(found)["productive"] == 28
-    assert parts(found)["not_accounted"] == 0
-
-
-def test_a_launch_after_a_kill_counts_the_steps_that_were_lost() -> None:
-    log = [
-        event(0, "launch"),
-        event(10, "start", step=0),
-        event(31, "save", step=10, seconds=1.0, stall_s=1.0),
-        event(500, "launch"),
-        event(510, "load", step=10, seconds=1.0),
-        event(510, "start", step=10),
-        event(510, "resume", step=10, dropped_metrics_lines=4),
-        event(518, "replay", from_step=10, to_step=14, seconds=8.0),
-        event(530, "end", step=20, exit_code=0),
-    ]
-    found = goodput(log, metrics(20, 2.0))
-    assert found.total_s == (31 + 8) + 30
-    assert found.idle_s == 500 - 39
-    assert parts(found)["replayed"] == 8
-
-
-def test_an_older_restart_from_the_beginning_is_no_launch() -> None:
-    """A worker's own `restart` has no attempt: it says that nothing was saved."""
-    log = [
-        event(10, "start", step=0),
-        event(20, "end", step=3, exit_code=4),
-        event(30, "start", step=0),
-        event(30, "restart", step=0, dropped_metrics_lines=3),
-        event(40, "end", step=5, exit_code=0),
-    ]
-    found = goodput(log, metrics(5, 2.0))
-    assert found.total_s == 20
-    assert summarize(log, []).starts == 2
-
-
-def test_starts_that_never_trained_are_start_up() -> None:
-    log = [
-        event(0, "launch"),
-        event(7, "end", rank=1, step=0, exit_code=4),
-        event(8, "restart", attempt=1, reason="rank 1 failed"),
-        event(20, "start", step=0),
-        event(31, "end", step=5, exit_code=0),
-    ]
-    found = goodput(log, metrics(5, 2.0))
-    assert found.total_s == 31
-    assert parts(found)["start_up"] == 20
-
-
-def test_a_clock_that_goes_back_does_not_make_parts_exceed_the_whole() -> None:
-    log = [event(100, "launch"), event(105, "start", step=0), event(40, "end", step=10)]
-    found = goodput(log, metrics(10, 2.0))
-    assert parts(found)["productive"] == 20
-    assert found.total_s == 20 + 5 and found.parts_s["not_accounted"] == 0
-
-
-def test_a_hang_is_lost_from_the_halt_to_the_restart() -> None:
-    log = [
-        event(0, "launch"),
-        event(10, "start", step=0, seconds=9.0),
-        # Five steps of 2 s; the sixth halts at 20, which is found 30 s later.
-        event(50, "hang", step=5, rank=0, idle_s=30.0),
-        event(51, "end", rank=0, step=5, exit_code=4, error="hang: nothing done"),
-        event(53, "restart", attempt=1, reason="rank 1 hung in step 6", from_step=0),
-        event(60, "start", step=0, seconds=4.0),
-        event(60, "replay", from_step=0, to_step=5, seconds=10.0),
-        event(80, "end", rank=0, step=10, exit_code=0),
-    ]
-    found = parts(goodput(log, metrics(10, 2.0)))
-    assert found["hung"] == 53 - 20
-    assert found["start_up"] == 10 + (60 - 53)
-    assert found["not_accounted"] == 0
-
-
-def test_start_up_under_another_launcher() -> None:
-    """No `launch`: `start` says how old its process was."""
-    log = [
-        event(12, "start", step=0, seconds=10.0),
-        event(32, "save", step=10, seconds=1.0, stall_s=0.0),
-        event(32, "end", step=10, exit_code=75),
-        event(40, "restart", attempt=1, reason="the agent", from_step=10),
-        event(45, "start", step=10, seconds=5.0),
-        event(45, "load", step=10, seconds=2.0),
-        event(65, "end", step=20, exit_code=0),
-    ]
-    found = goodput(log, metrics(20, 2.0))
-    assert parts(found)["start_up"] == 10 + (5 - 2)
-    assert (found.total_s, found.idle_s) == (38 + 25, 0)
-    summary = summarize(log, [])
+def test_starts_and_restarts_are_told_apart() -> None:
+    assert summarize(FROM_THE_BEGINNING, []).starts == 2
+    summary = summarize(ANOTHER_LAUNCHER, [])
     assert (summary.starts, summary.restarts, summary.restarts_after_stop) == (2, (), 1)
 
 

@@ -11,8 +11,6 @@ from toolkit.report.compare import (
     median_speed,
     names_of,
     settings_that_differ,
-    verdict,
-    where_losses_differ,
 )
 from toolkit.report.record import RunRecord
 from toolkit.run.changes import is_stated, shown
@@ -59,10 +57,10 @@ def comparison_lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
     found = [difference(first, other) for other in others]
     yield Text("\nloss", "bold")
     for name, one in zip(names[1:], found, strict=True):
-        yield f"{name}: {where_losses_differ(one)}"
+        yield f"{name}: {one.losses()}"
     yield Text("\nverdict", "bold")
     for name, one in zip(names[1:], found, strict=True):
-        yield verdict(name, names[0], one)
+        yield f"{name}, next to {names[0]}: {one.verdict()}"
     for record in records:
         if record.summary.ending.state == "failed":
             yield f"{record.run.path} failed: {record.summary.ending.why}"

@@ -1,15 +1,14 @@
 """`dmt doctor`: check this machine, measure its speed, or test its GPUs."""
 
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from toolkit.cli.options import AsJson, Overrides
+from toolkit.cli.options import AsJson, Overrides, refuse_useless
 from toolkit.cli.output import output
-from toolkit.errors import EXIT_UNAVAILABLE, PlanError
+from toolkit.errors import EXIT_UNAVAILABLE
 from toolkit.text.generated import check_out
 
 ProcessesOption = Annotated[
@@ -65,13 +64,14 @@ def doctor(
     Example: `dmt doctor --calibrate`, then `dmt plan RECIPE --cluster cluster.yaml`
     """
     checks = not (calibrate or gpu_selftest)
-    _refuse_useless(
+    measures = "with --calibrate or --gpu-selftest"
+    refuse_useless(
         {
-            "RECIPE": (recipe, checks),
-            "--set": (overrides, recipe is not None),
-            "--gpu-selftest": (gpu_selftest, not calibrate),
-            "--out": (out, not checks),
-            "--processes": (processes, not checks),
+            "RECIPE": (recipe, checks, f"not {measures}"),
+            "--set": (overrides, recipe is not None, "with RECIPE"),
+            "--gpu-selftest": (gpu_selftest, not calibrate, "without --calibrate"),
+            "--out": (out, not checks, measures),
+            "--processes": (processes, not checks, measures),
         }
     )
     if gpu_selftest:
@@ -80,17 +80,6 @@ def doctor(
         _calibrate(processes, out or Path("cluster.yaml"), as_json)
     else:
         _check(recipe, overrides, as_json)
-
-
-def _refuse_useless(stated: Mapping[str, tuple[object, bool]]) -> None:
-    """Each option's value, and whether the others allow it: no option is ignored."""
-    useless = [name for name, (value, meant) in stated.items() if value and not meant]
-    if useless:
-        raise PlanError(
-            f"dmt doctor: {', '.join(useless)} would be ignored here",
-            fix="leave it out: a check reads RECIPE and --set; --calibrate and --gpu-selftest "
-            "read --processes and --out",
-        )
 
 
 def _check(recipe: Path | None, overrides: list[str], as_json: bool) -> None:

@@ -1,9 +1,12 @@
 """Arguments and options that several verbs share."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from toolkit.errors import Problem, RecipeError
 
 RecipePath = Annotated[
     Path,
@@ -47,3 +50,15 @@ SelfTestReport = Annotated[
         "--out", metavar="FILE", help="Report of the self-test; default: dmt-selftest.md."
     ),
 ]
+
+
+def refuse_useless(stated: Mapping[str, tuple[object, bool, str]]) -> None:
+    """Each option's value, whether the others allow it, and when they do: none is ignored.
+    Raises RecipeError."""
+    problems = [
+        Problem(name, str(value), allowed, "leave it out")
+        for name, (value, meant, allowed) in stated.items()
+        if value and not meant
+    ]
+    if problems:
+        raise RecipeError(problems)

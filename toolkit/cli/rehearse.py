@@ -15,12 +15,13 @@ from toolkit.cli.options import (
     Overrides,
     RecipePath,
     SelfTestReport,
+    refuse_useless,
 )
 from toolkit.cli.output import Line, Table, output
 from toolkit.cli.rehearse_gpu import dress_rehearsal
 from toolkit.cli.selftest import run_self_test
 from toolkit.doctor.selftest import NUMBERS, Suite
-from toolkit.errors import EXIT_FAILED, Problem, RecipeError, RunFailed
+from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
 from toolkit.plan.ledger import summary
@@ -106,7 +107,7 @@ def rehearse(
 
     Example: `dmt rehearse llama-bytes --layouts 'recipe,zero*' --steps 10`
     """
-    _refuse_useless(
+    refuse_useless(
         {
             "--on": (on == "gpu", not gpu, "without --gpu, which needs no GPUs"),
             "--layouts": (layouts, not gpu, "without --gpu: the recipe's own layout is run"),
@@ -129,17 +130,6 @@ def rehearse(
         return
     suite = Suite(loaded, NUMBERS[: 3 if loaded.kernels.fp8 else 2], patterns)
     run_self_test(lambda _: [suite], processes, out, options, as_json=as_json)
-
-
-def _refuse_useless(stated: Mapping[str, tuple[object, bool, str]]) -> None:
-    """Each option's value, whether the others allow it, and when they do."""
-    problems = [
-        Problem(name, str(value), allowed, "leave it out")
-        for name, (value, meant, allowed) in stated.items()
-        if value and not meant
-    ]
-    if problems:
-        raise RecipeError(problems)
 
 
 def _in_every_layout(

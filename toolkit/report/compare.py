@@ -2,7 +2,7 @@
 
 import os
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,6 @@ from toolkit.run.changes import differences
 
 ROUNDING = 1e-5
 """Relative difference of losses up to which layouts agree (tests/engines/test_parity.py)."""
-NO_DIFFERENCE = ("name",)
-"""Settings that every run may have for itself."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +45,36 @@ class RunDifference:
     speed: float | None
     """Median tokens per second over that of the first run."""
 
+    def verdict(self) -> str:
+        """Speed and loss, next to those of the first run."""
+        parts = []
+        if self.speed is not None:
+            change = f"{abs(self.speed - 1):.1%} {'faster' if self.speed > 1 else 'slower'}"
+            equal = change.startswith("0.0%")
+            parts.append("as fast" if equal else f"{change} (median tokens/s)")
+        if self.unequal is None and self.steps:
+            parts.append("the same loss, to the last bit")
+        elif (last := self.last) is not None:
+            parts.append(
+                f"loss {last.other:.4f} instead of {last.first:.4f} at step {last.step:,}"
+            )
+        return ", ".join(parts) or "nothing to compare yet"
+
+    def losses(self) -> str:
+        """From which step on the losses differ."""
+        if not self.steps:
+            return "no step was logged in both"
+        if self.unequal is None:
+            return f"equal to the last bit at all {self.steps:,} steps logged in both"
+        said = f"differs first at step {self.unequal.step:,}"
+        if (pair := self.beyond) is None:
+            return f"{said}, nowhere by more than rounding ({ROUNDING:g} relative)"
+        if pair.step != self.unequal.step:
+            said += f", by more than rounding at step {pair.step:,}"
+        return (
+            f"{said}: {pair.other:.6g} instead of {pair.first:.6g}, {pair.change:+.2g} relative"
+        )
+
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:
     """The run directories; of several, what tells them apart."""
@@ -56,23 +84,20 @@ def names_of(records: Sequence[RunRecord]) -> list[str]:
 
 
 def settings_that_differ(records: Sequence[RunRecord]) -> dict[str, list[object]]:
-    """Dotted name → the value in each run: of recipes, layouts and environments."""
+    """Dotted name → the value in each run: of recipes (not their `name`), layouts and
+    environments."""
     first, *others = [_tree(record) for record in records]
     found: dict[str, list[object]] = {}
     for index, other in enumerate(others, start=1):
         for key, mine, theirs in differences(first, other):
-            if key not in NO_DIFFERENCE:
-                found.setdefault(key, [mine] * len(records))[index] = theirs
+            found.setdefault(key, [mine] * len(records))[index] = theirs
     return found
 
 
 def _tree(record: RunRecord) -> dict[str, Any]:
+    recipe = {key: value for key, value in record.recipe.items() if key != "name"}
     plan = {name: record.plan.get(name) for name in ("engine", "model", "layout")}
-    return {
-        **{key: _by_number(value) for key, value in record.recipe.items()},
-        "plan": plan,
-        "environment": dict(record.environment),
-    }
+    return {**_by_number(recipe), "plan": plan, "environment": dict(record.environment)}
 
 
 def _by_number(value: Any) -> Any:
@@ -107,37 +132,7 @@ def median_speed(metrics: Sequence[Metrics]) -> float | None:
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
 
-def verdict(name: str, first: str, found: RunDifference) -> str:
-    """One sentence on speed and loss of run `name`, next to the run `first`."""
-    parts = []
-    if found.speed is not None:
-        change = f"{abs(found.speed - 1):.1%} {'faster' if found.speed > 1 else 'slower'}"
-        parts.append("as fast" if change.startswith("0.0%") else f"{change} (median tokens/s)")
-    if found.unequal is None and found.steps:
-        parts.append("the same loss, to the last bit")
-    elif found.last is not None:
-        last = found.last
-        parts.append(f"loss {last.other:.4f} instead of {last.first:.4f} at step {last.step:,}")
-    return f"{name}, next to {first}: {', '.join(parts) or 'nothing to compare yet'}"
-
-
-def where_losses_differ(found: RunDifference) -> str:
-    """From which step on the losses of two runs differ."""
-    if not found.steps:
-        return "no step was logged in both"
-    if found.unequal is None:
-        return f"equal to the last bit at all {found.steps:,} steps logged in both"
-    said = f"differs first at step {found.unequal.step:,}"
-    if found.beyond is None:
-        return f"{said}, nowhere by more than rounding ({ROUNDING:g} relative)"
-    pair = found.beyond
-    how = f"{pair.other:.6g} instead of {pair.first:.6g}, {pair.change:+.2g} relative"
-    if pair.step == found.unequal.step:
-        return f"{said}: {how}"
-    return f"{said}, by more than rounding at step {pair.step:,}: {how}"
-
-
-def _losses(metrics: Sequence[Metrics]) -> Mapping[int, float]:
+def _losses(metrics: Sequence[Metrics]) -> dict[int, float]:
     return {
         step: loss
         for line in metrics

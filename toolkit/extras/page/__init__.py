@@ -17,8 +17,6 @@ from toolkit.report.compare import (
     difference,
     names_of,
     settings_that_differ,
-    verdict,
-    where_losses_differ,
 )
 from toolkit.report.record import RunRecord
 from toolkit.run import jsonl
@@ -101,7 +99,7 @@ def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section |
     first, *others = records
     found = [difference(first, other) for other in others]
     items = [
-        f"{verdict(name, names[0], one)}. Loss: {where_losses_differ(one)}."
+        f"{name}, next to {names[0]}: {one.verdict()}. Loss: {one.losses()}."
         for name, one in zip(names[1:], found, strict=True)
     ]
     settings = settings_that_differ(records)
