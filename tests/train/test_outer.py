@@ -18,6 +18,7 @@ from torchft.coordination import LighthouseServer
 
 from tests.e2e.conftest import Project, own_project, write_project
 from tests.e2e.product import Command, checkpoints, curve, events, started, steps_logged
+from tests.processes import wait_until
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import verify
@@ -183,6 +184,21 @@ def test_two_replicas_are_the_plain_simulation(
     for name, values in first.items():
         assert torch.equal(values, second[name]), name
         torch.testing.assert_close(values, expected[name].detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_replicas_that_differ_are_refused(own_project: Project, lighthouse: str) -> None:
+    """One of them ends, with one error."""
+    with ExitStack() as stack:
+        commands = []
+        for number in (0, 1):
+            place = {"parallel.outer.lighthouse": lighthouse, "parallel.outer.replica": number}
+            changes = {**SETTINGS, **place, "training.global_batch_size": 8 * (number + 1)}
+            command = own_project.command(f"run{number}", changes)
+            commands.append(stack.enter_context(started(command, own_project.folder)))
+        wait_until(lambda: any(one.process.poll() for one in commands), "a refusal")
+        (refused,) = (one for one in commands if one.process.poll() is not None)
+        assert "error: the replicas cannot exchange weights" in refused.end(code=4).err
 
 
 LONG = {**SETTINGS, "training.steps": 120, "launch.max_restarts": 3}

@@ -124,9 +124,6 @@ class RunCheckpoints:
         manifest = found.manifest
         if manifest.data_fingerprint != self.data.fingerprint_at(manifest.consumed_samples):
             fix = "restore the data files, or start in another directory (--run-dir)"
-            if "special_tokens" not in found.manifest.recipe["data"]:
-                fix += "; this run is from 0.1, whose samples differ: start another from its "
-                fix += "weights with `model.init: checkpoint`"
             step, before = manifest.step, manifest.recipe["training"]["sequence_length"]
             if isinstance(self.assignment.recipe.data.train, tuple):
                 fix += f"; to change weights, add a stage to data.stages from step {step} on"

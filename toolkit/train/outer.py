@@ -129,7 +129,7 @@ class OuterEngine:
         self._alike = self._fingerprint()
         self._threads = _Threads()
         self._works: list[Any] = []
-        """The exchange on its way: of a weight, the fingerprint, and each Δ."""
+        """The exchange on its way: of a weight, and each Δ."""
         self._deltas: list[Tensor] = []
         self._bases: list[Tensor] = []
         """The weights when it began."""
@@ -213,7 +213,12 @@ class OuterEngine:
         return {**own, "anchors": self._anchors, "momenta": self._momenta}
 
     def _take(self, given: dict[str, Any]) -> None:
-        self._check_alike(given["alike"])
+        if given["alike"] != self._alike:
+            raise RunFailed(
+                "the replicas cannot exchange weights: their layouts, seeds, batches or "
+                "settings in parallel.outer differ",
+                fix="start every replica with the same recipe and cluster",
+            )
         for own, theirs in (
             (self._anchors, given["anchors"]),
             (self._momenta, given["momenta"]),
@@ -221,14 +226,6 @@ class OuterEngine:
             for tensor, values in zip(own, theirs, strict=True):
                 tensor.copy_(values)
         self._step, self._healed = given["step"], True
-
-    def _check_alike(self, theirs: int) -> None:
-        if theirs != self._alike:
-            raise RunFailed(
-                "the replicas cannot exchange weights: their layouts, seeds, batches or "
-                "settings in parallel.outer differ",
-                fix="start every replica with the same recipe and cluster",
-            )
 
     def join(self) -> None:
         """Meet the other replicas; after `load`, if the run resumes.
@@ -261,9 +258,10 @@ class OuterEngine:
 
     def _place(self) -> int:
         """What torchft compares to find the replicas that need the state of another one: the
-        step, and a hash of the anchor, which replicas of one step share."""
+        step, and a hash of the anchor, which replicas of one step share, and of what must be
+        alike: of two that are not, one is to take the other's state, and refuses."""
         hashes = [xxh3_64_intdigest(anchor.numpy().data) for anchor in self._anchors]
-        found = torch.tensor(sum(hashes) % _HASHES)
+        found = torch.tensor((self._alike + sum(hashes)) % _HASHES)
         dist.all_reduce(found, group=self._start.together.group)
         return self._step * _HASHES + int(found) % _HASHES
 
@@ -353,11 +351,8 @@ class OuterEngine:
                 f"step {self._step}: the weights are not finite, nothing is exchanged"
             )
         self._head = torch.tensor([weight])
-        self._both = torch.tensor([self._alike, -self._alike])
-        self._works = [
-            self._manager.allreduce(self._both, reduce_op=dist.ReduceOp.MAX),
-            *(self._manager.allreduce(tensor) for tensor in (self._head, *self._deltas)),
-        ]
+        tensors = (self._head, *self._deltas)
+        self._works = [self._manager.allreduce(tensor) for tensor in tensors]
         return True
 
     def _wait(self, call: Callable[[], Any], doing: str) -> bool:
@@ -381,8 +376,6 @@ class OuterEngine:
         arrived = self._wait(lambda: [work.wait() for work in works], "exchanging weights")
         if not (arrived and _torchft(self._manager.should_commit)):
             return False
-        highest, lowest = self._both.tolist()
-        self._check_alike(highest if highest != self._alike else -lowest)
         share = float(self._head)
         self._moved = share > 0
         rate, mu = self._settings.learning_rate, self._settings.momentum
