@@ -56,9 +56,9 @@ def some_plans(count: int) -> Iterator[tuple[Recipe, Search]]:
 
 @pytest.mark.slow
 def test_each_alternative_is_what_the_planner_answers_when_asked_for_it() -> None:
-    """One of each of 50 recipes on clusters, chosen at random."""
+    """One of each of 25 recipes on clusters, chosen at random."""
     source, changed = random.Random(7), set()
-    for wanted, chosen in some_plans(50):
+    for wanted, chosen in some_plans(25):
         one: Alternative = source.choice([*what_if(chosen)])
         answer = explore(wanted.with_values(one.changes), chosen.cluster)
         assert (one.best.memory_gib, one.best.step_s) == (

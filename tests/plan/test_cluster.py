@@ -26,18 +26,10 @@ def test_the_short_form_names_nodes_accelerators_and_their_model() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        "1x8xa100-80gb+1x8xh100-80gb",
-        "h100-80gb",
-        "0x8xh100-80gb",
-        "4x0xh100-80gb",
-        "4x8x",
-        "4x-8xh200",
-        "00x8xh200",
-        "٣x8xh200",
-        "\n2xcpu",
+        "", "1x8xa100-80gb+1x8xh100-80gb", "h100-80gb", "0x8xh100-80gb", "4x0xh100-80gb",
+        "4x8x", "4x-8xh200", "00x8xh200", "٣x8xh200", "\n2xcpu",
     ],
-)
+)  # fmt: skip
 def test_what_is_no_short_form_is_an_error_with_an_example(text: str) -> None:
     with pytest.raises(PlanError, match="4x8xh100-80gb"):
         parse_cluster(text)

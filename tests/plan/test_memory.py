@@ -102,41 +102,36 @@ def test_muon_has_one_moment() -> None:
     assert peak_memory(replace(train, sequence_length=4096), Layout())["buffers"] == without
 
 
-def test_tensor_parallel_splits_all_but_norms() -> None:
-    split = 2 * EMBEDDING + 6 * (ATTENTION + MLP)
-    norms = 6 * NORMS + 64
-    assert per_byte(UNTIED, Layout()) == split + norms == UNTIED.parameters.total
-    assert per_byte(UNTIED, Layout(tp=2)) == split / 2 + norms
+SPLIT, WHOLE = 2 * EMBEDDING + 6 * (ATTENTION + MLP), 6 * NORMS + 64
+LAYER = ATTENTION + MLP + NORMS + 64 / 6
+SOME = MIXTRAL.parameters
+KEPT = SOME.norms + SOME.router
+ODD = model_spec(SHAPE | {"vocab_size": 509, "tie_word_embeddings": False})
 
 
-def test_the_fullest_stage_counts() -> None:
-    layer = ATTENTION + MLP + NORMS + 64 / 6
-    assert per_byte(UNTIED, Layout(pp=2)) == pytest.approx(3 * layer + EMBEDDING)
-    # A tied head is another copy of the embedding on the last stage.
-    assert per_byte(TIED, Layout(pp=2)) == pytest.approx(3 * layer + EMBEDDING)
-    assert per_byte(TIED, Layout()) == TIED.parameters.total
-    # 6 layers in chunks of 1, 2, 2, 1: three on each rank.
-    interleaved = per_byte(UNTIED, Layout(pp=2, vpp=2))
-    assert interleaved == pytest.approx(3 * layer + EMBEDDING)
-    # 1, 2, 2, 1 on four ranks: two layers are more than one and the embedding.
-    assert per_byte(UNTIED, Layout(pp=4)) == pytest.approx(2 * layer)
-
-
-def test_the_vocabulary_is_padded() -> None:
-    odd = model_spec(SHAPE | {"vocab_size": 509, "tie_word_embeddings": False})
-    assert per_byte(odd, Layout(tp=4)) == per_byte(UNTIED, Layout(tp=4))
-
-
-def test_experts_are_split_by_expert_or_by_tensor_parallel() -> None:
-    parts = MIXTRAL.parameters
-    assert parts.experts == 6 * 4 * MLP
-    whole = per_byte(MIXTRAL, Layout())
-    assert whole == parts.total
-    assert per_byte(MIXTRAL, Layout(dp=2, ep=2)) == whole - parts.experts / 2
-    by_tensor = per_byte(MIXTRAL, Layout(tp=2))
-    assert by_tensor == per_byte(MIXTRAL, Layout(tp=2, ep=2))
-    replicated = parts.norms + parts.router
-    assert by_tensor == (whole - replicated) / 2 + replicated
+@pytest.mark.parametrize(
+    ("spec", "layout", "parameters"),
+    [
+        (UNTIED, Layout(), UNTIED.parameters.total),
+        (TIED, Layout(), TIED.parameters.total),
+        (MIXTRAL, Layout(), SOME.total),
+        # Tensor parallel splits all but norms and routers, and pads the vocabulary.
+        (UNTIED, Layout(tp=2), SPLIT / 2 + WHOLE),
+        (ODD, Layout(tp=4), SPLIT / 4 + WHOLE),
+        (MIXTRAL, Layout(tp=2), (SOME.total - KEPT) / 2 + KEPT),
+        (MIXTRAL, Layout(tp=2, ep=2), (SOME.total - KEPT) / 2 + KEPT),
+        (MIXTRAL, Layout(dp=2, ep=2), SOME.total - 6 * 4 * MLP / 2),
+        # The fullest stage counts; a tied head is another copy of the embedding on the last.
+        (UNTIED, Layout(pp=2), 3 * LAYER + EMBEDDING),
+        (TIED, Layout(pp=2), 3 * LAYER + EMBEDDING),
+        # 6 layers in chunks of 1, 2, 2, 1: three on each of two ranks; on four, two layers are
+        # more than one and the embedding.
+        (UNTIED, Layout(pp=2, vpp=2), 3 * LAYER + EMBEDDING),
+        (UNTIED, Layout(pp=4), 2 * LAYER),
+    ],
+)
+def test_parameters_of_a_rank(spec: ModelSpec, layout: Layout, parameters: float) -> None:
+    assert per_byte(spec, layout) == pytest.approx(parameters)
 
 
 def test_an_experts_optimizer_states_are_spread_over_who_holds_it() -> None:

@@ -22,7 +22,11 @@ QWEN2_MOE = LLAMA | {"model_type": "qwen2_moe", "num_experts": 4, **SHARED}
 RELU = LLAMA | {"hidden_act": "relu"}
 TWO_LAYERS = LLAMA | {"num_hidden_layers": 2}
 DEEPSPEED = {"engine": "deepspeed", "model": "megatron", "zero": {"stage": 0}}
-IN_HF = "set parallel.model to hf"
+IN_16_BITS = DEEPSPEED | {"precision": "bf16"}
+ODD_EXPERTS = MIXTRAL | {"intermediate_size": 191}
+ONE_KEY = LLAMA | {"num_key_value_heads": 1, "head_dim": 2}
+LONG = {"length": 66, "tensor": 4}
+NO_PIPELINE = {"engine": "megatron", "pipeline": 1, "virtual_pipeline": 1}
 
 ZERO_MEGATRON = Pair("deepspeed", "megatron")
 HF = [Pair("deepspeed", "hf")]
@@ -70,10 +74,10 @@ def only(asked: PlanRequest) -> Problem:
         (MIXTRAL, 6, {"pipeline": 2, "expert": 3}),
         (MIXTRAL, 2, {"engine": "deepspeed", "zero": {"stage": 3}}),
         (GEMMA, 2, {}),
-        (LLAMA, 4, {"length": 66, "tensor": 4}),
-        (LLAMA, 4, {"length": 66, "tensor": 4, "sequence": False}),
-        (MIXTRAL | {"intermediate_size": 191}, 2, {"tensor": 2, "expert": 2}),
-        (LLAMA, 4, DEEPSPEED | {"precision": "bf16", "tensor": 1}),
+        (LLAMA, 4, LONG),
+        (LLAMA, 4, LONG | {"sequence": False}),
+        (ODD_EXPERTS, 2, {"tensor": 2, "expert": 2}),
+        (LLAMA, 4, IN_16_BITS | {"tensor": 1}),
         (LLAMA, 4, DEEPSPEED | {"tensor": 2}),
     ],
 )
@@ -84,102 +88,62 @@ def test_legal(config: dict[str, Any], ranks: int, asked: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks", "asked", "key", "allowed", "fix"),
+    ("config", "ranks", "asked", "key", "allowed"),
     [
-        (LLAMA, 8, {"tensor": 8}, "tensor", "12 attention heads", ""),
-        (LLAMA, 6, {"tensor": 6}, "tensor", "multiple or a divisor of the 4 key/value", ""),
-        (
-            LLAMA | {"num_key_value_heads": 1, "head_dim": 2},
-            12,
-            {"tensor": 12},
-            "tensor",
-            "28 rows",
-            "",
-        ),
-        (LLAMA | {"intermediate_size": 190}, 4, {"tensor": 4}, "tensor", "size 190", ""),
-        (QWEN2_MOE, 4, {"tensor": 4}, "tensor", "shared experts' intermediate size 66", ""),
-        (LLAMA, 4, {"length": 66, "tensor": 4, "sequence": True}, "sequence", "66 tokens", ""),
-        (MIXTRAL, 4, {"length": 66, "tensor": 4, "sequence": True}, "sequence", "66", ""),
-        (MIXTRAL, 2, {"tensor": 2, "sequence": False}, "sequence", "true:", ""),
-        (MIXTRAL, 4, {"length": 66, "tensor": 4}, "tensor", "sequence length 66", ""),
-        (LLAMA, 2, {"expert": 2}, "expert", "1 for a model without", ""),
-        (MIXTRAL, 4, {"expert": 4}, "expert", "the 6 experts", ""),
-        (MIXTRAL, 6, {"expert": 6, "pipeline": 2}, "expert", "the 6 experts", ""),
+        (LLAMA, 8, {"tensor": 8}, "tensor", "12 attention heads"),
+        (LLAMA, 6, {"tensor": 6}, "tensor", "multiple or a divisor of the 4 key/value"),
+        (ONE_KEY, 12, {"tensor": 12}, "tensor", "28 rows"),
+        (LLAMA | {"intermediate_size": 190}, 4, {"tensor": 4}, "tensor", "size 190"),
+        (QWEN2_MOE, 4, {"tensor": 4}, "tensor", "shared experts' intermediate size 66"),
+        (LLAMA, 4, LONG | {"sequence": True}, "sequence", "divides the 66 tokens"),
+        (MIXTRAL, 4, LONG | {"sequence": True}, "sequence", "divides the 66 tokens"),
+        (MIXTRAL, 4, LONG, "tensor", "sequence length 66"),
+        (MIXTRAL, 2, {"tensor": 2, "sequence": False}, "sequence", "true:"),
+        (LLAMA, 2, {"expert": 2}, "expert", "1 for a model without"),
+        (MIXTRAL, 4, {"expert": 4}, "expert", "the 6 experts"),
+        (MIXTRAL, 6, {"expert": 6, "pipeline": 2}, "expert", "the 6 experts"),
         # With expert parallel, an expert is whole on its rank; without, tensor cuts it.
-        (
-            MIXTRAL | {"intermediate_size": 191},
-            2,
-            {"tensor": 2},
-            "tensor",
-            "experts' intermediate size 191",
-            "",
-        ),
-        (
-            MIXTRAL,
-            2,
-            {"engine": "deepspeed", "tensor": 2},
-            "engine",
-            "",
-            "set parallel.engine to megatron",
-        ),
-        (
-            MIXTRAL,
-            2,
-            {"tensor": 2, "zero": {"stage": 2}},
-            "zero",
-            "",
-            "set parallel.engine to megatron",
-        ),
-        (
-            LLAMA,
-            4,
-            DEEPSPEED | {"precision": "bf16", "tensor": 2},
-            "zero.stage",
-            "",
-            "set parallel.zero.stage to 1",
-        ),
-        (
-            LLAMA,
-            4,
-            DEEPSPEED | {"precision": "bf16", "sequence": True},
-            "zero.stage",
-            "",
-            "set parallel.zero.stage to 1",
-        ),
-        (LLAMA, 8, {"pipeline": 8}, "pipeline", "at most the 6 layers", ""),
-        (LLAMA, 8, {"pipeline": 8, "virtual_pipeline": 2}, "pipeline", "6 layers", ""),
-        (LLAMA, 2, {"pipeline": 2, "virtual_pipeline": 4}, "virtual_pipeline", "a chunk", ""),
-        (RELU, 2, {"engine": "megatron"}, "model.config", "activation relu", IN_HF),
-        (RELU, 2, {"tensor": 2}, "model.config", "activation relu", IN_HF),
-        (RELU, 2, {"model": "megatron"}, "model.config", "activation relu", IN_HF),
-        (TWO_LAYERS, 2, {"stages": (1, 2), "pipeline": 2}, "stages", "2 layers", "state that"),
-        (
-            TWO_LAYERS,
-            2,
-            {"engine": "megatron", "stages": (1, 1), "pipeline": 1, "virtual_pipeline": 1},
-            "stages",
-            "1 numbers",
-            "state that",
-        ),
-        (TWO_LAYERS, 2, {"stages": (1, 1), "engine": "ddp"}, "stages", "none with", "set par"),
+        (ODD_EXPERTS, 2, {"tensor": 2}, "tensor", "experts' intermediate size 191"),
+        (LLAMA, 8, {"pipeline": 8}, "pipeline", "at most the 6 layers"),
+        (LLAMA, 8, {"pipeline": 8, "virtual_pipeline": 2}, "pipeline", "6 layers"),
+        (LLAMA, 2, {"pipeline": 2, "virtual_pipeline": 4}, "virtual_pipeline", "a chunk"),
     ],
 )
-def test_refused(
-    config: dict[str, Any],
-    ranks: int,
-    asked: dict[str, Any],
-    key: str,
-    allowed: str,
-    fix: str,
+def test_what_may_be_left_to_the_planner(
+    config: dict[str, Any], ranks: int, asked: dict[str, Any], key: str, allowed: str
 ) -> None:
     problem = only(job(config, ranks, **asked))
-    assert problem.key == (key if key.startswith("model") else f"parallel.{key}")
+    assert (problem.key, problem.fix) == (
+        f"parallel.{key}", f"set parallel.{key} to auto",
+    )  # fmt: skip
     assert allowed in problem.allowed
-    assert problem.fix.startswith(fix or f"set {problem.key} to auto")
+
+
+@pytest.mark.parametrize(
+    ("config", "asked", "key", "fix"),
+    [
+        (MIXTRAL, {"engine": "deepspeed", "tensor": 2}, "engine", "engine to megatron"),
+        (MIXTRAL, {"tensor": 2, "zero": {"stage": 2}}, "zero", "engine to megatron"),
+        (LLAMA, IN_16_BITS | {"tensor": 2}, "zero.stage", "zero.stage to 1"),
+        (LLAMA, IN_16_BITS | {"sequence": True}, "zero.stage", "zero.stage to 1"),
+        (RELU, {"engine": "megatron"}, "model.config", "model to hf"),
+        (RELU, {"tensor": 2}, "model.config", "model to hf"),
+        (RELU, {"model": "megatron"}, "model.config", "model to hf"),
+        (TWO_LAYERS, {"stages": (1, 2), "pipeline": 2}, "stages", "state that many"),
+        (TWO_LAYERS, {"stages": (1, 1)} | NO_PIPELINE, "stages", "state that many"),
+        (TWO_LAYERS, {"stages": (1, 1), "engine": "ddp"}, "stages", "engine to megatron"),
+    ],
+)
+def test_what_else_to_do(
+    config: dict[str, Any], asked: dict[str, Any], key: str, fix: str
+) -> None:
+    problem = only(job(config, 2, **asked))
+    assert problem.key.removeprefix("parallel.") == key
+    assert fix in problem.fix
 
 
 def test_an_open_tensor_degree_is_settled_at_1_in_16_bits() -> None:
-    open_degree = job(LLAMA, 4, precision="bf16", **DEEPSPEED)
+    open_degree = job(LLAMA, 4, **IN_16_BITS)
     assert problems(open_degree) == []
     found = partial_layouts(open_degree, fallbacks(open_degree, island=8)[0])
     assert {partial.layout.tp for partial in found} == {1}
