@@ -10,14 +10,12 @@ from hypothesis import strategies as st
 
 from tests.plan.making import LLAMA_8B, TINY, llama_8b, recipe
 from toolkit.errors import PlanError, RecipeError
-from toolkit.layout import Pair
 from toolkit.models.families import model_spec
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.plan.hardware.catalogue import link
 from toolkit.plan.hardware.cluster import default_cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
-from toolkit.plan.rules import legality
 from toolkit.recipe.schema import ModelSection
 
 PSI_8B = 8_030_261_248
@@ -95,13 +93,6 @@ def test_what_is_illegal_by_now_is_refused() -> None:
     zero = {"stage": 2, "offload_optimizer": "nvme"}
     with pytest.raises(RecipeError, match="nvme with stage: 2"):
         plan_recipe(recipe(parallel__zero=zero))
-
-
-def test_legality_chooses_the_pair(monkeypatch: pytest.MonkeyPatch) -> None:
-    ddp = Pair("ddp", "hf")
-    alone = {ddp: legality.table()[ddp]}
-    monkeypatch.setattr(legality, "table", lambda: alone)
-    assert plan_recipe(recipe()).engine == "ddp"
 
 
 def test_a_shape_that_is_only_on_the_hub(

@@ -42,30 +42,24 @@ def choice(job: PlanRequest) -> tuple[AttentionKernel, str]:
         return "varlen", "it takes the parts of rows that parallel.context leaves on a rank"
     if job.kernels.attention != "auto":
         return job.kernels.attention, "asked for"
+    wanted: AttentionKernel = "varlen" if job.isolates else "cudnn"
     if attention(job.config) == "eager":
-        return "eager", f"auto; not cudnn: {next(_objections(job))}"
+        return "eager", f"auto; not {wanted}: {next(_objections(job, wanted))}"
+    if why := next(_objections(job, wanted), "") or _does_not_pay(job, wanted):
+        return "sdpa", f"auto; not {wanted}: {why}"
     if job.isolates:
-        why = next(_lengths_objections(job), "") or _device_objection(job, "varlen")
-        if why:
-            return "sdpa", f"auto; not varlen: {why}"
-        return "varlen", "auto, as documents are isolated: it needs no mask"
-    if why := next(_objections(job), "") or _device_objection(job, "cudnn"):
-        return "sdpa", f"auto; not cudnn: {why}"
-    return "cudnn", "auto, the fastest on Hopper"
+        return wanted, "auto, as documents are isolated: it needs no mask"
+    return wanted, "auto, the fastest on Hopper"
 
 
-def _device_objection(job: PlanRequest, kernel: AttentionKernel) -> str:
-    """Why `auto` does not choose it on this device; empty where it does."""
+def _does_not_pay(job: PlanRequest, kernel: AttentionKernel) -> str:
+    """Why `auto` does not choose a kernel that would run; empty where it does."""
     gpu = accelerator(job.cluster.gpu)
-    if gpu.generation == "cpu":
-        if kernel == "varlen":  # one document after the other
-            return "" if job.kernels.compile != "layers" else "its loop is not compiled"
-        return "CPUs have none"
     if kernel == "cudnn" and gpu.generation != "hopper":
         return f"it is known to be the fastest on Hopper only, and this is {gpu.name}"
-    if gpu.generation not in GENERATIONS:
-        return f"{gpu.name} has none"
-    return "it is not deterministic" if job.training.deterministic else ""
+    if gpu.generation == "cpu" and job.kernels.compile == "layers":
+        return "its loop is not compiled"
+    return ""
 
 
 def whole_scores(job: PlanRequest) -> bool:
@@ -82,20 +76,17 @@ def problems(job: PlanRequest) -> Iterator[Problem]:
         or (asked == "sdpa" and attention(job.config) == "sdpa")
     ):
         return
-    lengths = asked == "varlen"
-    if lengths and gpu == "cpu" and job.kernels.compile == "layers":
+    if asked == "varlen" and gpu == "cpu" and job.kernels.compile == "layers":
         yield Problem(
             "kernels.attention",
             "varlen with kernels.compile layers and cluster.gpu cpu",
             "one of them: on CPUs documents are attended to one after the other",
             "set kernels.compile to none",
         )
-    objections = [*(_lengths_objections(job) if lengths else _objections(job))]
-    objections += _runtime_objections(job, asked)
-    if objections:
+    if why := next(_objections(job, asked), ""):
         yield Problem(
             "kernels.attention",
-            f"{asked}: {objections[0]}",
+            f"{asked}: {why}",
             "auto, which takes what there is",
             "set kernels.attention to auto",
         )
@@ -106,7 +97,6 @@ def context_problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
     asked, degree = job.kernels.attention, job.parallel.context
     if not is_above_one(degree):
         return
-    objections = [*_lengths_objections(job, pair.model), *_runtime_objections(job, "varlen")]
     if asked not in ("auto", "varlen"):
         yield Problem(
             "kernels.attention",
@@ -114,37 +104,39 @@ def context_problems(job: PlanRequest, pair: Pair) -> Iterator[Problem]:
             "auto or varlen, the one kernel that takes parts of rows",
             "set kernels.attention to auto, or parallel.context to 1",
         )
-    elif objections:
+    elif why := next(_objections(job, "varlen", pair.model), ""):
         yield Problem(
             "parallel.context",
-            f"{degree} with attention varlen: {objections[0]}",
+            f"{degree} with attention varlen: {why}",
             "1",
             "set parallel.context to 1",
         )
 
 
-def _runtime_objections(job: PlanRequest, kernel: str) -> Iterator[str]:
-    """Why this device, or the asked determinism, excludes it."""
-    gpu = job.cluster.gpu
-    if kernel in ("cudnn", "varlen") and job.training.deterministic and gpu != "cpu":
+def _objections(job: PlanRequest, kernel: str, model: ModelName = "hf") -> Iterator[str]:
+    """Why a kernel computes no attention of this model, or none on this device."""
+    if kernel == "varlen":
+        yield from _lengths_objections(job, model)
+    else:
+        if attention(job.config) != "sdpa":
+            yield f"{job.config['model_type']}'s attention is computed by plain products"
+        if job.training.precision == "fp32":
+            yield "it computes in 16 bits, and training.precision is fp32"
+        if job.isolates:
+            yield "it takes no mask that isolates documents"
+        if job.spec.head_dim > LARGEST_HEAD:
+            yield f"heads have {job.spec.head_dim} elements, and it takes {LARGEST_HEAD}"
+    with suppress(PlanError):  # an unknown accelerator is reported where it is stated
+        gpu = accelerator(job.cluster.gpu)
+        if gpu.generation not in GENERATIONS and (kernel, gpu.name) != ("varlen", "cpu"):
+            yield f"cluster.gpu {gpu.name} has none"
+    if (
+        kernel in ("cudnn", "varlen")
+        and job.training.deterministic
+        and job.cluster.gpu != "cpu"
+    ):
         # torch's sdp_utils.cpp, `check_cudnn_deterministic`, silently uses another kernel.
         yield "it is not deterministic, and training.deterministic is true"
-    with suppress(PlanError):  # an unknown accelerator is reported where it is stated
-        generation = accelerator(gpu).generation
-        if generation not in GENERATIONS and not (kernel == "varlen" and generation == "cpu"):
-            yield f"cluster.gpu {gpu} has none"
-
-
-def _objections(job: PlanRequest) -> Iterator[str]:
-    """Why neither FlashAttention-2 nor cuDNN computes this model's attention."""
-    if attention(job.config) != "sdpa":
-        yield f"{job.config['model_type']}'s attention is computed by plain products"
-    if job.training.precision == "fp32":
-        yield "it computes in 16 bits, and training.precision is fp32"
-    if job.isolates:
-        yield "it takes no mask that isolates documents"
-    if job.spec.head_dim > LARGEST_HEAD:
-        yield f"heads have {job.spec.head_dim} elements, and it takes {LARGEST_HEAD}"
 
 
 def _lengths_objections(job: PlanRequest, model: ModelName = "hf") -> Iterator[str]:

@@ -182,12 +182,6 @@ def _not_in_8_bits(job: PlanRequest, pair: Pair) -> str:
     return experts if job.spec.moe_layers else ""
 
 
-def _wrong_stage_of_fp8(job: PlanRequest, pair: Pair) -> bool:
-    stages = legality.table()[pair].kernel_stages
-    on = job.kernels.fp8 is not None and bool(stages)
-    return on and job.parallel.zero.stage not in ("auto", *stages)
-
-
 def _uneven_blocks(job: PlanRequest, _: Pair) -> bool:
     """Lengths that no block divides are refused by `fp8_settings`."""
     length, ranks = job.training.sequence_length, degree(job.parallel.context)
@@ -279,9 +273,10 @@ def _products_s(job: PlanRequest, parallel: ParallelSection) -> float:
     return flops / (accelerator(job.cluster.gpu).bf16 or 1.0)
 
 
-def _wrong_stage(job: PlanRequest, pair: Pair) -> bool:
+def _other_stage(job: PlanRequest, pair: Pair) -> bool:
+    """Whether a stage is stated in which the pair neither compiles layers nor has fp8."""
     stages = legality.table()[pair].kernel_stages
-    return job.kernels.compile == "layers" and job.parallel.zero.stage not in ("auto", *stages)
+    return bool(stages) and job.parallel.zero.stage not in ("auto", *stages)
 
 
 def _not_compiled(job: PlanRequest, pair: Pair) -> str:
@@ -306,14 +301,16 @@ RULES = (
     Rule("kernels.compile", _not_compiled, "auto or none: {why}", found=_HERE),
     Rule(
         "parallel.zero.stage",
-        lambda j, p: not _not_compiled(j, p) and _wrong_stage(j, p),
+        lambda j, p: (
+            j.kernels.compile == "layers" and not _not_compiled(j, p) and _other_stage(j, p)
+        ),
         f"another with kernels.compile: layers for {{p}}: {_GATHERS}",
         "set parallel.zero.stage to auto, or kernels.compile to auto",
     ),
     Rule("kernels.fp8", _not_in_8_bits, "null: {why}", "set kernels.fp8 to null", _HERE),
     Rule(
         "parallel.zero.stage",
-        _wrong_stage_of_fp8,
+        lambda j, p: j.kernels.fp8 is not None and _other_stage(j, p),
         "another with kernels.fp8 for {p}",
         f"set parallel.zero.stage to auto, {_NO_FP8}",
     ),
