@@ -76,7 +76,8 @@ def test_order_is_not_the_file_systems(tmp_path: Path, monkeypatch: pytest.Monke
     [
         (b"PAR1\x15\x04", "Parquet"),
         (gzip.compress(b"a", mtime=0), "gzip"),
-        (bytes(range(256)) * 4, "512 of its first 1,024 characters"),
+        (bytes(range(256)) * 4, "of its first 1,024 characters, 516 are NUL or not UTF-8"),
+        ("Grüße aus UTF-16".encode("utf-16"), "are NUL or not UTF-8"),
     ],
 )
 def test_binary_files_are_not_text(tmp_path: Path, content: bytes, what: str) -> None:

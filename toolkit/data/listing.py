@@ -118,7 +118,7 @@ def check_beginning(file: Path) -> None:
 
 def check_text(file: DataFile, beginning: bytes) -> None:
     """Raise DataError where a file begins as one of a binary format, or mostly with bytes that
-    are not UTF-8."""
+    are NUL or not UTF-8."""
     for signature, (what, fix) in _SIGNATURES.items():
         if beginning.startswith(signature):
             raise DataError(f"{file} is {what}, not text", fix=fix)
@@ -126,9 +126,12 @@ def check_text(file: DataFile, beginning: bytes) -> None:
         len(getincrementaldecoder("utf-8")(errors).decode(beginning[:_BEGINNING]))
         for errors in ("replace", "ignore")
     )
-    if (wrong := replaced - left_out) > _UNDECODABLE * replaced:
+    # UTF-16 of English is every other character NUL.
+    wrong = replaced - left_out + beginning[:_BEGINNING].count(0)
+    if wrong > _UNDECODABLE * replaced:
         raise DataError(
-            f"{file} is not text: {wrong:,} of its first {replaced:,} characters are not UTF-8",
+            f"{file} is not text: of its first {replaced:,} characters, {wrong:,} are NUL or not "
+            "UTF-8",
             fix="convert it to UTF-8, or leave it out with `exclude`; for Parquet, Arrow and "
             f"JSON files, {_ROWS}; for Megatron's `.bin` and `.idx`, `kind: megatron`",
         )

@@ -90,8 +90,8 @@ def _import_weights(source: Path, recipe: Recipe, to: Path | None, as_json: bool
     """Write the weights of a Megatron checkpoint as a Hugging Face folder."""
     if not megatron.matches(source):
         raise CheckpointError(
-            f"--to: {source} is no torch_dist checkpoint of Megatron-LM",
-            fix="leave it out; other checkpoints become one of the recipe's run",
+            f"--to: {source} is not one iteration of a torch_dist checkpoint of Megatron-LM",
+            fix="name its folder iter_… or release; leave --to out for other tools",
         )
     if to is None:
         raise CheckpointError(
