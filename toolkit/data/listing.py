@@ -130,8 +130,8 @@ def check_text(file: DataFile, beginning: bytes) -> None:
     wrong = replaced - left_out + beginning[:_BEGINNING].count(0)
     if wrong > _UNDECODABLE * replaced:
         raise DataError(
-            f"{file} is not text: of its first {replaced:,} characters, {wrong:,} are NUL or not "
-            "UTF-8",
+            f"{file} is not text: of its first {replaced:,} characters, {wrong:,} are NUL or "
+            "not UTF-8",
             fix="convert it to UTF-8, or leave it out with `exclude`; for Parquet, Arrow and "
             f"JSON files, {_ROWS}; for Megatron's `.bin` and `.idx`, `kind: megatron`",
         )
