@@ -98,9 +98,6 @@ def test_dropout_is_what_the_config_states_and_otherwise_none() -> None:
     assert (fields["attention_dropout"], fields["hidden_dropout"]) == (0.3, 0.4)
 
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
-
-
 @pytest.mark.parametrize(
     ("case", "changes", "reason"),
     [
@@ -119,14 +116,6 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("deepseek_v3", {"attention_bias": True}, "no biases"),
         ("deepseek_v3", {"rope_interleave": False}, "interleaved pairs"),
         ("deepseek_v3", {"first_k_dense_replace": 4}, "without experts"),
-        (
-            "deepseek_v3",
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            "rope_type linear",
-        ),
-        ("deepseek_v3", {"rope_scaling": YARN}, None),
-        ("deepseek_v3", {"rope_scaling": YARN | {"mscale": 0.7}}, "both mscale"),
-        ("deepseek_v3", {"rope_scaling": YARN | {"truncate": False}}, "truncate"),
         ("glm4_moe", {"norm_topk_prob": False}, "normalises the sigmoid scores"),
         ("glm4_moe", {"num_experts_per_tok": 1}, "normalises the sigmoid scores"),
         (

@@ -66,6 +66,8 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3 yarn": ("deepseek_v3", {"rope_scaling": YARN}),
+    "deepseek_v3 dynamic": ("deepseek_v3", scaled("dynamic")),
+    "deepseek_v3 yarn without mscale": ("deepseek_v3", scaled("yarn", truncate=False)),
     "qwen2_moe lower layers slide": (
         "qwen2_moe", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 3}
     ),

@@ -7,7 +7,6 @@ share the latter.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from toolkit.models.families import arguments
 from toolkit.models.families.base import MegatronModel
@@ -19,14 +18,14 @@ from toolkit.models.spec import ModelSpec
 
 _LATENT_EPS = 1e-6
 """Epsilon of the norms of the latent vectors, whatever `rms_norm_eps` is."""
-_YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
 def deepseek_v3(config: Config, spec: ModelSpec) -> MegatronModel:
     """DeepSeek-V3 as a megatron-core GPTModel."""
     attention, reasons = _latent_attention(config, spec), _latent_reasons(config, spec)
     plain = corrected_mixture(config, spec, attention=attention, reasons=reasons)
-    gpt = {name: value for name, value in plain.gpt.items() if name != "rope_parameters"}
+    scaled = arguments.rope_type_of(config) != "default"
+    rope = arguments.rope_of(config) if scaled else {}
     fields = {
         "multi_latent_attention": True,
         "qk_layernorm": True,
@@ -35,10 +34,11 @@ def deepseek_v3(config: Config, spec: ModelSpec) -> MegatronModel:
         "qk_head_dim": config["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
         "v_head_dim": config["v_head_dim"],
-        "rotary_base": arguments.rope_of(config)["rope_theta"],
-        **_scaling(config),
+        # Two factors of the scores; the angles are transformers'.
+        "rotary_scaling_factor": rope.get("factor", 1.0),
+        "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
     }
-    return replace(plain, transformer={**plain.transformer, **fields}, gpt=gpt)
+    return replace(plain, transformer={**plain.transformer, **fields})
 
 
 def _latent_attention(config: Config, spec: ModelSpec) -> list[TensorMap]:
@@ -70,25 +70,8 @@ def _latent_attention(config: Config, spec: ModelSpec) -> list[TensorMap]:
     ]
 
 
-def _scaling(config: Config) -> dict[str, Any]:
-    """TransformerConfig fields of the positions: plain, or YaRN (arXiv:2309.00071)."""
-    rope = arguments.rope_of(config)
-    if arguments.rope_type_of(config) != "yarn":
-        return {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    stated = {name: rope[name] for name in ("mscale", "mscale_all_dim") if name in rope}
-    betas = {name: rope.get(name, value) for name, value in _YARN_DEFAULTS.items()}
-    return {
-        "rope_type": "yarn",
-        "rotary_scaling_factor": rope["factor"],
-        "original_max_position_embeddings": rope["original_max_position_embeddings"],
-        **betas,
-        **stated,
-    }
-
-
 def _latent_reasons(config: Config, spec: ModelSpec) -> Iterator[str]:
     """Why megatron-core's latent attention cannot compute this config."""
-    rope, rope_type = arguments.rope_of(config), arguments.rope_type_of(config)
     latent = "megatron-core's latent attention"
     if config["attention_bias"]:
         yield f"{latent} has no biases"
@@ -104,9 +87,3 @@ def _latent_reasons(config: Config, spec: ModelSpec) -> Iterator[str]:
         )
     if not config["rope_interleave"]:
         yield f"{latent} turns interleaved pairs (rope_interleave)"
-    if rope_type not in ("default", "yarn"):
-        yield f"{latent} has no rope_type {rope_type}"
-    if rope_type == "yarn" and ("mscale" in rope) != ("mscale_all_dim" in rope):
-        yield f"{latent} needs both mscale and mscale_all_dim of YaRN, or neither"
-    if rope.get("attention_factor") or rope.get("truncate") is False:
-        yield f"{latent} has no attention_factor and truncate: false of YaRN"

@@ -36,41 +36,46 @@ class ReplicatedLinear(nn.Module):
         return functional.linear(x, self.weight), None
 
 
+class GivenAngles(nn.Module):
+    """Stands in for megatron-core's rotary embedding, which knows no positions."""
+
+    factor = 1.0
+    """Of cosine and sine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles: Tensor | None = None
+
+    def get_rotary_seq_len(self, *_: object) -> None:
+        """Nothing: `forward` needs no length."""
+
+    def forward(self, *_: object, **__: object) -> tuple[Tensor | None, float]:
+        """The angles, and the factor."""
+        return self.angles, self.factor
+
+
 class LatentAttention(SpecifiedLatentAttention):
-    """megatron-core's latent attention with the positions of a batch, which it does not
-    support."""
+    """megatron-core's latent attention with the angles of a batch, as other layers have it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self._positions: Tensor | None = None
-        self.rotary_pos_emb.register_forward_hook(self._rotate_by_positions)
+        self.rotary_pos_emb = GivenAngles()
 
     def forward(
         self,
         hidden_states: Tensor,
         attention_mask: Tensor | None,
         *arguments: Any,
-        rotary_pos_emb: Tensor | None = None,
+        rotary_pos_emb: Tensor,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """[sequence, batch, hidden] → the same, and its bias. `rotary_pos_emb` contains
-        positions instead of angles, which this attention computes itself: int64 [sequence,
-        batch]; None: 0, 1, 2, …. As an argument, it is also correct if a layer is recomputed
-        after the next batch."""
-        self._positions = rotary_pos_emb
+        """[sequence, batch, hidden] → the same, and its bias. As an argument, `rotary_pos_emb`
+        is also correct if a layer is recomputed after the next batch."""
+        self.rotary_pos_emb.angles = rotary_pos_emb
         output: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, *arguments, **options
         )
         return output
-
-    def _rotate_by_positions(self, _: object, __: object, turned: Any) -> Any:
-        """[sequence, 1, 1, size] for 0, 1, 2, … → [sequence, batch, 1, size]; YaRN has a factor
-        besides the angles."""
-        if self._positions is None:
-            return None
-        if isinstance(turned, tuple):
-            return turned[0][self._positions, 0], turned[1]
-        return turned[self._positions, 0]
 
 
 def latent_attention(core_attention: type, norm: type) -> ModuleSpec:

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -29,7 +27,7 @@ from toolkit.models.megatron.attention import CausalAttention, document_masks
 from toolkit.models.megatron.config import expert_tensor
 from toolkit.models.megatron.layers import chunk_spec
 from toolkit.models.megatron.norms import local_device
-from toolkit.models.megatron.rotary import Rotary, choose_rotation, keep_whole_tables
+from toolkit.models.megatron.rotary import Rotary, choose_rotation
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -89,11 +87,9 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
     ) -> Tensor | None:
         """What the layers rotate by: fp32 angles [sequence, batch, 1, size] of the positions;
         if there are none, of `places`. If layers with a window rotate differently, two of them:
-        [2, sequence, batch, 1, size]. Latent attention gets positions instead.
+        [2, sequence, batch, 1, size].
 
         `longest`: of the documents of whole rows, if `positions` are a part."""
-        if self.config.multi_latent_attention:
-            return None if positions is None else positions.T
         if self._full is None:
             return None
         positions = places[:1] if positions is None else positions
@@ -228,7 +224,6 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
 def join_groups(layout: Layout, seed: int) -> None:
     """Create megatron-core's process groups for a layout; collective over all ranks."""
     cpu.redirect()
-    keep_whole_tables()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
@@ -256,8 +251,6 @@ def leave_groups() -> None:
 
     The last group first, on every rank: in NCCL, a group's destruction waits for its ranks.
     """
-    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
-        embedding.forward.cache_clear()  # which holds the last 32 models, and their groups
     groups = list(dict.fromkeys(parallel_state._global_process_group_list or ()))
     parallel_state.destroy_model_parallel()
     for group in reversed(groups):

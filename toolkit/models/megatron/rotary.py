@@ -8,10 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings import (
-    rotary_pos_embedding,
-    yarn_rotary_pos_embedding,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from transformers import PretrainedConfig
@@ -21,13 +17,6 @@ from toolkit.models.megatron.versions import scale_rotation
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 """Types whose frequencies depend on the longest sequence of the micro batch."""
-
-
-def keep_whole_tables() -> None:
-    """Make megatron-core's rotary embeddings return the angles of whole rows, of which it would
-    choose those of a context rank: here, positions choose."""
-    for embedding in (rotary_pos_embedding, yarn_rotary_pos_embedding):
-        embedding.get_pos_emb_on_this_cp_rank = lambda table, *_: table
 
 
 class Rotary:
@@ -40,9 +29,10 @@ class Rotary:
             parameters = {**parameters, "rope_type": "linear", "factor": 1.0}
         self._type = parameters["rope_type"]
         self._neighbours = config.rotary_interleaved
+        latent = config.multi_latent_attention
         self._config = PretrainedConfig(
             rope_parameters=dict(parameters),
-            head_dim=config.kv_channels,
+            head_dim=config.qk_pos_emb_head_dim if latent else config.kv_channels,
             hidden_size=config.hidden_size,
             num_attention_heads=config.num_attention_heads,
             max_position_embeddings=max_positions,

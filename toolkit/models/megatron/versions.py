@@ -49,8 +49,11 @@ def scale_rotation(attention: Any, factor: float) -> None:
 
     0.16 computes what it multiplies them by in each pass, from three settings of the config, if
     they exist: (0.1 · mscale · ln scaling + 1) / (0.1 · mscale_all_dim · ln scaling + 1). In
-    later versions each layer keeps the number.
+    later versions each layer keeps the number. Latent attention gets it with the angles.
     """
+    if isinstance(attention, SpecifiedLatentAttention):
+        attention.rotary_pos_emb.factor = factor
+        return
     if hasattr(attention, "_yarn_concentration_factor"):
         attention._yarn_concentration_factor = factor
         return
