@@ -17,7 +17,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils.data import SequentialSampler
-from transformers import PreTrainedTokenizerFast, TrainingArguments
+from transformers import PreTrainedTokenizerFast
 
 from tests.data.building import built
 from tests.engines import parity_worker as parity
@@ -55,7 +55,6 @@ class Objective:
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
-    packed: bool = False
 
 
 def pairs(steps: int) -> list[list[Pair]]:
@@ -72,16 +71,13 @@ def pairs(steps: int) -> list[list[Pair]]:
     return [[pair() for _ in range(SAMPLES)] for _ in range(steps)]
 
 
-def conversations(folder: Path, packed: bool) -> StreamSamples:
-    """Rows of a short prompt and answer, of bytes, or of one to four that DMT packs."""
+def conversations(folder: Path) -> StreamSamples:
+    """Rows of one to four short prompts and answers, of bytes, that DMT packs."""
     generator = torch.Generator().manual_seed(13)
     lengths = torch.randint(1, 6, (4 * STEPS * SAMPLES, 2), generator=generator).tolist()
     chats = [{"prompt": "a" * n, "completion": "bcdef"[:m]} for n, m in lengths]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-    section = {
-        "train": {"kind": "chat", "path": "chats.jsonl"},
-        "packing": "greedy" if packed else "none",
-    }
+    section = {"train": {"kind": "chat", "path": "chats.jsonl"}, "packing": "greedy"}
     return built(folder, section, parity.LENGTH).sources[0].train
 
 
@@ -151,7 +147,7 @@ def recipe(case: parity.Case, objective: Objective, world: int) -> Recipe:
     plain["training"] |= {
         "global_batch_size": SAMPLES, "objective": objective.name, "steps": STEPS,
     }  # fmt: skip
-    plain["data"]["isolate_documents"] = objective.packed
+    plain["data"]["isolate_documents"] = objective.name == "sft"
     if objective.settings:
         plain[objective.name] = objective.settings
     return Recipe.model_validate(plain)
@@ -161,9 +157,9 @@ Step: TypeAlias = tuple[MicroBatch, list[MicroBatch]]
 """A global batch, and this rank's micro batches of it."""
 
 
-def steps_of_conversations(packed: bool, layout: Layout, rank: int) -> Iterator[Step]:
+def steps_of_conversations(layout: Layout, rank: int) -> Iterator[Step]:
     with TemporaryDirectory() as folder:
-        samples, used = conversations(Path(folder), packed), np.arange(STEPS * SAMPLES)
+        samples, used = conversations(Path(folder)), np.arange(STEPS * SAMPLES)
         whole = batches_of(samples, used, SAMPLES, 0, [SAMPLES])
         share = layout.data_rank(rank), layout.micro_batches
         mine = batches_of(samples, used, SAMPLES, *share)
@@ -194,7 +190,7 @@ def train(
     weights = hf.weight_source(wanted.model, hf.build_config(wanted.model), parity.SEED)
     engine, layout = parity.build(wanted, ranks, weights)
     steps = (
-        steps_of_conversations(objective.packed, layout, ranks.rank)
+        steps_of_conversations(layout, ranks.rank)
         if objective.name == "sft"
         else steps_of_pairs(found, layout, ranks.rank)
     )
@@ -229,14 +225,6 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )  # fmt: skip
 
 
-RECOMPUTES = next(
-    name
-    for name in (
-        "activation_checkpointing",
-        "gradient_checkpointing",
-    )  # the latter in older ones
-    if name in TrainingArguments.__dataclass_fields__
-)
 ARGUMENTS: dict[str, Any] = {
     "per_device_train_batch_size": SAMPLES,
     "max_steps": STEPS,
@@ -245,7 +233,6 @@ ARGUMENTS: dict[str, Any] = {
     "save_strategy": "no",
     "report_to": [],
     "disable_tqdm": True,
-    RECOMPUTES: False,
     "bf16": False,
     "use_cpu": True,
     "learning_rate": 1e-3,
