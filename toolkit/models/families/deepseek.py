@@ -34,6 +34,7 @@ def deepseek_v3(config: Config, spec: ModelSpec) -> MegatronModel:
         "qk_head_dim": config["qk_nope_head_dim"],
         "qk_pos_emb_head_dim": config["qk_rope_head_dim"],
         "v_head_dim": config["v_head_dim"],
+        "rope_type": "rope",
         # Two factors of the scores; the angles are transformers'.
         "rotary_scaling_factor": rope.get("factor", 1.0),
         "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,

@@ -1,5 +1,6 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) without Transformer Engine."""
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class LatentAttention(SpecifiedLatentAttention):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.rotary_pos_emb = GivenAngles()
+        self.config = copy(self.config)
+        self.config.rope_type = "yarn"  # the type whose embedding returns a factor, too
 
     def forward(
         self,
