@@ -58,6 +58,8 @@ class GivenAngles(nn.Module):
 class LatentAttention(SpecifiedLatentAttention):
     """megatron-core's latent attention with the angles of a batch, as other layers have it."""
 
+    config: Any
+
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.rotary_pos_emb = GivenAngles()
