@@ -21,7 +21,6 @@ from toolkit.doctor.calibrate import (
     check_known,
     cluster_text,
     this_machine,
-    write_cluster,
 )
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import BackendUnavailable, PlanError
@@ -38,7 +37,7 @@ SPEEDS = Speeds(
 
 def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
-    write_cluster(file, cluster_text(Machine("cpu", 2), SPEEDS))
+    file.write_text(cluster_text(Machine("cpu", 2), SPEEDS))
     cluster = load_cluster(file)
     assert (cluster.nodes, cluster.gpus_per_node, cluster.gpu.name) == (1, 2, "cpu")
     measured = cluster.gpu.measured
@@ -53,7 +52,7 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
 def test_one_process_has_no_link(tmp_path: Path) -> None:
     alone = Speeds(1, {"fp32": 1e11}, 1e10, None)
     file = tmp_path / "cluster.yaml"
-    write_cluster(file, cluster_text(Machine("h100-80gb", 1), alone))
+    file.write_text(cluster_text(Machine("h100-80gb", 1), alone))
     cluster = load_cluster(file)
     assert cluster.node_link.measured_bytes_per_s is None
     assert cluster.node_link.kind == "nvlink"

@@ -85,7 +85,7 @@ def test_the_bounds_of_every_dependency_are_tested_versions() -> None:
     extras = own["optional-dependencies"] | {"dev": []}
     of_users = [*own["dependencies"], *(line for lines in extras.values() for line in lines)]
     names = {Requirement(line).name for line in of_users}
-    for name, requirement in packages._stated()[1].items():
+    for name, requirement in packages._stated().items():
         bounds = {one.operator: Version(one.version) for one in requirement.specifier}
         top, bottom = (versions[canonicalize_name(name)] for versions in (newest, oldest))
         assert bounds["<"].release[:2] == (top.major, top.minor + 1), name

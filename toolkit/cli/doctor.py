@@ -1,13 +1,17 @@
 """`dmt doctor`: check this machine, measure its speed, or test its GPUs."""
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from toolkit.cli.options import AsJson, Overrides, refuse_useless
-from toolkit.cli.output import output
+from toolkit.cli.output import Hanging, Line, output
+from toolkit.doctor.finding import LEVELS, Finding, Level
 from toolkit.errors import EXIT_UNAVAILABLE
 from toolkit.text.generated import check_out
 
@@ -83,14 +87,13 @@ def doctor(
 
 
 def _check(recipe: Path | None, overrides: list[str], as_json: bool) -> None:
-    from toolkit.cli.doctor_table import lines
     from toolkit.doctor.examine import examine
     from toolkit.doctor.needs import Needs, needs_of
     from toolkit.intake.load import load_recipe
 
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
     findings = [*examine(needs)] if as_json else []
-    printed = lines(examine(needs), findings)
+    printed = _findings(examine(needs), findings)
     output(as_json, {"findings": findings}, printed)
     if any(finding.blocks for finding in findings):
         raise typer.Exit(EXIT_UNAVAILABLE)
@@ -103,7 +106,7 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     calibration.check_known(machine)
     check_out(out, calibration.HEADER)
     speeds = calibration.calibrate(machine)
-    calibration.write_cluster(out, calibration.cluster_text(machine, speeds))
+    out.write_text(calibration.cluster_text(machine, speeds), encoding="utf-8")
     data = {"gpu": machine.gpu, "file": str(out), **asdict(speeds)}
     output(as_json, data, [f"wrote {out}; use it with --cluster {out}"], wrap=False)
 
@@ -115,3 +118,52 @@ def _self_test(out: Path | None, processes: int | None, as_json: bool) -> None:
 
     options = Options(limit_s=LIMIT_S)
     run_self_test(machine_suites, processes, out, options, as_json=as_json)
+
+
+_MARKS: dict[Level, tuple[str, str]] = {
+    "ok": ("✓", "green"),
+    "note": ("·", "dim"),
+    "warning": ("!", "yellow"),
+    "problem": ("✗", "red"),
+}
+_NAME_WIDTH = 13
+"""Characters of the longest group; a longer name moves its own line only."""
+
+
+def _findings(findings: Iterable[Finding], shown: list[Finding]) -> Iterator[Line]:
+    """A line for what is fine of each group, as it comes, and each other finding with what it
+    costs, what needs it and its fix; then how many there were. They are added to `shown`."""
+    for group, members in groupby(findings, key=lambda finding: finding.group):
+        fine: list[Finding] = []
+        others: list[Finding] = []
+        for finding in members:
+            (fine if finding.level == "ok" else others).append(finding)
+        shown += [*fine, *others]
+        if fine:
+            text = ", ".join(f"{one.name} {one.found}" for one in fine)
+            yield Hanging(_head("ok", group), text)
+        for finding in others:
+            yield Hanging(_head(finding.level, finding.name), finding.found)
+            about = {"costs": finding.cost, "needed by": finding.needed_by, "fix": finding.fix}
+            for word, value in about.items():
+                if value:
+                    yield Hanging(Text(" " * 4), f"{word}: {value}")
+    yield _total(shown)
+
+
+def _head(level: Level, name: str) -> Text:
+    mark, colour = _MARKS[level]
+    return Text.assemble((mark, colour), f" {name:<{_NAME_WIDTH}}  ")
+
+
+def _total(findings: Sequence[Finding]) -> str:
+    """`2 problems (1 that the recipe needs), 1 warning, 4 notes`."""
+    blocking = sum(finding.blocks for finding in findings)
+    parts = []
+    for level in reversed(LEVELS[1:]):
+        count = sum(finding.level == level for finding in findings)
+        text = f"{count} {level}{'s' * (count != 1)}"
+        if level == "problem" and count:
+            text += f" ({blocking or 'none'} in the way of the recipe)"
+        parts.append(text)
+    return ", ".join(parts)

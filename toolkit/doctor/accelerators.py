@@ -26,7 +26,6 @@ print(json.dumps({
     "hip": torch.version.hip,
     "devices": [[d.name, d.total_memory, d.major, d.minor] for d in devices],
     "nccl": ".".join(map(str, cuda.nccl.version())) if dist.is_nccl_available() else None,
-    "gloo": dist.is_available() and dist.is_gloo_available(),
 }))
 """
 _REINSTALL = "pip install --force-reinstall torch"
@@ -47,11 +46,6 @@ def check(needs: Needs) -> Iterator[Finding]:
     driver = _driver()
     yield _driver_finding(torch, driver, needs)
     yield from _devices(torch, driver, needs)
-    if not torch["gloo"]:
-        yield Finding(
-            "gloo", "problem", "not in this torch", fix=_REINSTALL, needed_by=needs.run,
-            cost="ranks cannot talk: every process group has it for the CPU",
-        )  # fmt: skip
     if torch["nccl"] is not None:
         yield Finding("NCCL", "ok", torch["nccl"])
     elif torch["devices"] or needs.gpu:

@@ -183,11 +183,3 @@ def _lines(machine: Machine, speeds: Speeds) -> Iterator[str]:
 def _digits(value: float) -> str:
     """Three significant digits, without an exponent that YAML would read as text."""
     return f"{float(f'{value:.3g}'):.10f}".rstrip("0").removesuffix(".")
-
-
-def write_cluster(file: Path, text: str) -> None:
-    """Write the cluster file. Raises PlanError when that is not possible after all."""
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"--out: cannot write {file}: {error}", fix="name a file") from error

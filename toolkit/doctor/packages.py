@@ -22,7 +22,7 @@ from toolkit.doctor.probe import ask_python, is_installed
 from toolkit.launchers import LAUNCHERS
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.run.trackers import TRACKERS
-from toolkit.system.install import NAME, plain, source
+from toolkit.system.install import NAME, plain
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _of_choices() -> Iterator[Package]:
 def check(needs: Needs) -> Iterator[Finding]:
     """Python, DMT's own packages, those that the recipe needs, and those that are
     compiled against torch."""
-    yield _python(needs)
+    yield Finding("python", "ok", platform.python_version())
     yield Finding("dmt", "ok", toolkit.__version__)
     wanted = {one.name: one for one in _of_choices() if one.name in needs.packages}
     wanted |= {one.name: one for one in _of_every_installation()}
@@ -90,17 +90,6 @@ def check(needs: Needs) -> Iterator[Finding]:
         yield from found
         compiled = [one for one in _COMPILED if _version(one) is not None]
         yield from threads.map(lambda one: _package(one, needs), compiled)
-
-
-def _python(needs: Needs) -> Finding:
-    found, allowed = platform.python_version(), _stated()[0]
-    if Version(found) in allowed:
-        return Finding("python", "ok", found)
-    return Finding(
-        "python", "problem", f"{found}; DMT needs {allowed}", cost="DMT was not tested with it",
-        fix=f"python3.12 -m venv .venv && .venv/bin/pip install {source()}",
-        needed_by=needs.run,
-    )  # fmt: skip
 
 
 def _package(package: Package, needs: Needs) -> Finding:
@@ -144,7 +133,7 @@ def _import_failure(package: Package, needed_by: str | None) -> str | None:
 def _requirement(package: Package) -> Requirement:
     """What DMT's project file asks for, else any version."""
     extra = f"[{package.extra}]" * bool(package.extra)
-    return _stated()[1].get(package.name, Requirement(package.name + extra))
+    return _stated().get(package.name, Requirement(package.name + extra))
 
 
 def _install(requirement: Requirement) -> str:
@@ -166,19 +155,17 @@ def _version(package: Package) -> Version | None:
 
 
 @cache
-def _stated() -> tuple[SpecifierSet, Mapping[str, Requirement]]:
-    """Which Python and which packages DMT's own project file asks for.
+def _stated() -> Mapping[str, Requirement]:
+    """The packages that DMT's own project file asks for.
 
     Of a checkout, the file; of an installed package, what pip kept of it.
     """
     file = Path(toolkit.__file__).parent.parent / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        python, lines = project["requires-python"], [*project["dependencies"]]
-        lines += chain(*project["optional-dependencies"].values())
+        lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
     else:
-        python = metadata.metadata(NAME)["Requires-Python"]
         lines = metadata.requires(NAME) or []
     # pip keeps an extra's own with a marker (`; extra == "ray"`), which is none of a fix.
     requirements = [Requirement(line.partition(";")[0]) for line in lines]
-    return SpecifierSet(python), {one.name: one for one in requirements}
+    return {one.name: one for one in requirements}
