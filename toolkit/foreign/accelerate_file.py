@@ -9,11 +9,12 @@ from operator import attrgetter
 
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
-from toolkit.plan.dimensions import DEGREES, recompute_text
+from toolkit.plan.dimensions import DEGREES, DIMENSION, recompute_text
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ClusterSection, Recipe
+from toolkit.recipe.words import settings
 from toolkit.system.interpreter import TRAIN
 
 MIXED_PRECISION = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
@@ -32,6 +33,12 @@ _IN_SCRIPTS = {"loss": "whole", "compile": "none"}
 """What transformers models do by themselves, of `kernels`, and planning must know."""
 
 
+_NOT_IN_SCRIPTS = {
+    "tp": "whose ranks need the same samples",
+    "cp": "whose positions a script does not split",
+    "ep": "which changes the model",
+}
+"""Degrees of a layout that a script lacks with transformers' model, and why."""
 _ASKED_FOR = {"parallel.replicate": 1, "parallel.context": 1}
 """What is on where the recipe says so, and the value otherwise."""
 
@@ -63,12 +70,9 @@ def render(recipe: Recipe, plan: Plan) -> str:
 def refuse_kernels(recipe: Recipe) -> None:
     """Raises PlanError where a recipe states what the model of a script would not do."""
     if stated := _beyond_scripts(recipe):
-        open_again = {key: "auto" if key.startswith("kernels.") else "null" for key in stated}
-        plain = {"kernels.fp8": "null", "parallel.balance": "none"}
-        open_again |= {key: plain[key] for key in plain.keys() & stated.keys()}
         raise PlanError(
             f"{recipe.name} has {_listed(stated)}, and a script's model and loss are its own",
-            fix=" ".join(f"--set {key}={value}" for key, value in open_again.items())
+            fix=" ".join(f"--set {key}={settings()[key].default}" for key in stated)
             + ", and do it in the script; or train with `dmt launch`",
         )
 
@@ -148,12 +152,11 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     if recipe.parallel.recompute == "selective":
         changes.append("parallel.recompute=full")
     of_model = "" if plan.model == "hf" else " with megatron-core's model"
-    if plan.model == "hf" and plan.layout.tp > 1:
-        of_model = f" with tensor {plan.layout.tp}, whose ranks need the same samples"
-    if plan.model == "hf" and plan.layout.cp > 1:
-        of_model = f" with context {plan.layout.cp}, whose positions a script does not split"
-    if plan.model == "hf" and plan.layout.ep > 1:
-        of_model = f" with expert {plan.layout.ep}, which changes the model"
+    for degree, why in _NOT_IN_SCRIPTS.items():
+        if plan.model == "hf" and getattr(plan.layout, degree) > 1:
+            of_model = (
+                f" with {DIMENSION[degree].setting} {getattr(plan.layout, degree)}, {why}"
+            )
     raise PlanError(
         f"{recipe.name} runs on the engine {plan.engine}{of_model}, which an Accelerate script "
         "cannot use",
