@@ -401,6 +401,15 @@ def test_mistakes_are_one_error(arguments: list[str], expected: str, dmt: Dmt) -
     assert printed.out == "" and "Traceback" not in printed.err
 
 
+@pytest.mark.parametrize("text", ["", '{"text": '])
+def test_data_without_rows(text: str, tmp_path: Path, dmt: Dmt) -> None:
+    """Not taken for a text of one document."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text(text)
+    words = ["llama-bytes", "--cluster", "1xcpu", "--data", data]
+    assert f"{data} has no rows that can be read" in dmt("init", *words, code=2).err
+
+
 def test_weights_without_their_tokenizer(folder: Path, dmt: Dmt) -> None:
     """Bytes are right for a new model only."""
     printed = dmt("init", folder, "--cluster", "2xcpu", "--task", "sft", code=2)

@@ -69,6 +69,11 @@ def source_of(data: Path, task: Task) -> dict[str, Any]:
     if not data.is_file():
         raise PlanError(f"--data: {data} is no file", fix="name a file of text, or of rows")
     columns, _ = columns_of(data)
+    if not columns and ending_of(data):
+        raise PlanError(
+            f"--data: {data} has no rows that can be read",
+            fix="write an object of JSON on each line, or name a .txt file",
+        )
     path, texts = str(data.absolute()), [name for name, held in columns.items() if held == TEXT]
     rows: dict[str, Any] = {"path": path}
     if {"chosen", "rejected"} <= columns.keys():
