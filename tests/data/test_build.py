@@ -48,13 +48,6 @@ def letters(samples: Samples | None) -> set[str]:
     return set(bytes(tokens[tokens < 256].tolist()).decode())
 
 
-def test_without_validation(base: Path) -> None:
-    data = build(base)
-    assert data.validation == {}
-    assert len(text(data.train).stream) == N_DOCUMENTS * 11
-    assert len(data.train) == (N_DOCUMENTS * 11 - 1) // 4
-
-
 def test_isolated_documents_are_other_data(base: Path) -> None:
     """A run does not continue with its documents isolated, or no longer."""
     plain, isolated = build(base), build(base, {"isolate_documents": True})
