@@ -30,7 +30,6 @@ class Saves:
     """Stands where a run's checkpoints are: counting is all that is asked of it."""
 
     def __init__(self) -> None:
-        self.memory = None
         self.steps: list[int] = []
         self.validated_before: list[bool] = []
 

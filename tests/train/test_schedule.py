@@ -34,12 +34,7 @@ def rates(total: int, schedule: ScheduleSection) -> list[float]:
             {"name": "linear", "warmup_steps": 4, "min_learning_rate": 0.1},
             [0.25, 0.5, 0.75, 1.0, 0.82, 0.64, 0.46, 0.28],
         ),
-        (
-            {"name": "cosine", "warmup_steps": 4, "min_learning_rate": 0.1},
-            [0.25, 0.5, 0.75, 1.0, 0.9140576475, 0.6890576475, 0.4109423525, 0.1859423525],
-        ),
         ({"name": "constant", "warmup_ratio": 0.4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
-        ({"name": "constant", "warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]),
         (
             {"name": "wsd", "warmup_steps": 2, "decay_steps": 4, "min_learning_rate": 0.2},
             [0.5, 1.0, 1.0, 1.0, 1.0, 0.8, 0.6, 0.4],

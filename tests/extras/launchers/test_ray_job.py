@@ -121,9 +121,9 @@ def test_an_agent_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert printed == "launch.rendezvous=h:1 None 3\n"
 
 
-@pytest.mark.parametrize(("restarts", "code"), [(1, 4), (2, 75)])
+@pytest.mark.parametrize(("restarts", "fewest", "code"), [(1, 2, 4), (2, 2, 75), (1, 1, 75)])
 def test_lost_agents_are_started_again_so_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, code: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, fewest: int, code: int
 ) -> None:
     """Machine 1 is lost twice; then an agent says how the run ended."""
     ends = iter([RayError("node died\nof what"), RayError("again"), 75])
@@ -142,7 +142,7 @@ def test_lost_agents_are_started_again_so_often(
         started.append(number)
         return len(started)
 
-    assert ray_driver._run_agents(start, 2, restarts, run) == code
+    assert ray_driver._run_agents(start, fewest, 2, restarts, run) == code
     assert started == [0, 1, *[1] * restarts]
     reasons = [event["reason"] for event in read_events(run.events)]
     assert reasons == ["machine 1: node died", "machine 1: again"]

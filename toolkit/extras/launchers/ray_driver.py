@@ -72,7 +72,7 @@ def _train(given: Mapping[str, Any]) -> int:
     task = ray.remote(max_retries=0, scheduling_strategy="SPREAD", **devices)(_agent)
     try:
         restarts = recipe.launch.max_restarts
-        return _run_agents(lambda n: task.remote(config, n), machines, restarts, run)
+        return _run_agents(lambda n: task.remote(config, n), fewest, machines, restarts, run)
     finally:
         ray.shutdown()
 
@@ -89,9 +89,14 @@ def _meeting_point() -> tuple[Any, str]:
 
 
 def _run_agents(
-    start: Callable[[int], Any], machines: int, max_restarts: int, run: RunDirectory
+    start: Callable[[int], Any],
+    fewest: int,
+    machines: int,
+    max_restarts: int,
+    run: RunDirectory,
 ) -> int:
-    """Start an agent for each machine, and again what is lost, `max_restarts` times in all."""
+    """Start an agent for each machine, and again what is lost, `max_restarts` times in all;
+    then give up if fewer than `fewest` are left."""
     import ray
 
     running = {start(number): number for number in range(machines)}
@@ -103,11 +108,12 @@ def _run_agents(
         except ray.exceptions.RayError as error:
             reason = f"machine {number}: {_first_line(getattr(error, 'cause', error))}"
             EventLog(run.events).write("failure", exit_code=EXIT_FAILED, reason=reason)
-            if not max_restarts:
+            if max_restarts:
+                max_restarts -= 1
+                running[start(number)] = number
+            elif len(running) < fewest:
                 tell(f"error: Ray gave up: {reason}")
                 return EXIT_FAILED
-            max_restarts -= 1
-            running[start(number)] = number
         else:
             if others:  # they end, too, or wait for a place
                 ray.wait(others, num_returns=len(others), timeout=FAILED_GRACE_S)
