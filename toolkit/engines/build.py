@@ -6,8 +6,7 @@ from typing import Any
 
 from toolkit.backend import BACKENDS
 from toolkit.engines.base import Engine
-from toolkit.engines.context_check import check_context, refusing
-from toolkit.engines.isolation import check_isolation
+from toolkit.engines.probes import check_context, check_isolation, refusing
 from toolkit.engines.setup import EngineSetup
 from toolkit.layout import AttentionKernel
 from toolkit.registry import load

@@ -72,12 +72,6 @@ class EngineSetup:
         compiled.compile_layers(model, self.layout.compile)
         liger.fuse(model, self.layout.fused)
 
-    def enable_recompute(self, model: "PreTrainedModel") -> None:
-        """Recompute a transformers model's layers as planned."""
-        from toolkit.models import huggingface as hf
-
-        hf.enable_recompute(model, self.layout.recompute)
-
     def fill_masters(self, state: "Iterable[StateShard]") -> None:
         """Give the fp32 master weights of a 16-bit model their initial values: the engine made
         them from weights that are already rounded."""

@@ -147,10 +147,9 @@ class DeepSpeedEngine(totals.LogProbEngine):
             balance.follow(loss, count)
             sums += parts / count / self.setup.layout.cp
             if last:
-                mine = sums.clone()
                 joint_sums = RunningSum(sums, self.data_group)
                 balance.sum_up()
-                self.veto.judge(mine, joint_sums.result, max_loss, self.optimizer)
+                self.veto.judge(joint_sums.result, max_loss, self.optimizer)
             # DeepSpeed averages gradients over its data-parallel ranks; the loss is a sum.
             self.engine.backward(loss / count * self.copies, scale_wrt_gas=False)
             if last and self.plain:

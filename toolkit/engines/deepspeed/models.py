@@ -8,8 +8,7 @@ log-probabilities.
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +106,7 @@ class TransformersModel(TrainedModel):
         model = _build_transformers(setup)
         hf.freeze(model, setup.frozen)
         setup.settle_kernels(model)
-        setup.enable_recompute(model)
+        hf.enable_recompute(model, setup.layout.recompute)
         self.module = model
         self.balance = Balance.of_transformers(setup, model, context)
 
@@ -161,21 +160,22 @@ class MegatronShard(TrainedModel):
         self._sum_partial_gradients()
 
     def _sum_partial_gradients(self) -> None:
-        """Sum partial gradients over the tensor group.
+        """Sum partial gradients over the tensor group, before DeepSpeed takes them.
 
         With sequence parallel these are the gradients of norms and biases; norms of query and
         key heads always, because each rank has different heads.
         """
-        if self.tensor_group.size() == 1:
-            return
-        partial = [
-            parameter
-            for name, parameter in self.module.named_parameters()
-            if getattr(parameter, "sequence_parallel", False)
-            or "q_layernorm" in name
-            or "k_layernorm" in name
-        ]
-        _sum_gradients(partial, self.tensor_group)
+
+        def summed(gradient: Tensor) -> Tensor:
+            gradient = gradient.contiguous()
+            dist.all_reduce(gradient, group=self.tensor_group)
+            return gradient
+
+        for name, parameter in self.module.named_parameters():
+            split = getattr(parameter, "sequence_parallel", False)
+            is_partial = split or "q_layernorm" in name or "k_layernorm" in name
+            if is_partial and parameter.requires_grad and self.tensor_group.size() > 1:
+                parameter.register_hook(summed)  # type: ignore[no-untyped-call]
 
     def seed_dropout(self) -> None:
         from toolkit.models.megatron.model import seed_dropout
@@ -193,7 +193,16 @@ class MegatronShard(TrainedModel):
         return log_probs(losses, batch)
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
-        return _gradient_norm(module, self.tensor_group)
+        """Of split parameters, and of those that each rank of the group has, once."""
+        split: list[nn.Parameter] = []
+        whole: list[nn.Parameter] = []
+        for parameter in filter(lambda one: one.requires_grad, module.parameters()):
+            is_split = getattr(parameter, "tensor_model_parallel", False)
+            (split if is_split else whole).append(parameter)
+        squares = [distributed.gradient_norm(some).square() for some in (split, whole) if some]
+        if split:
+            dist.all_reduce(squares[0], group=self.tensor_group)
+        return torch.stack(squares).sum().sqrt()
 
     def placed(self) -> Iterator[PlacedParameter]:
         from toolkit.models.megatron import weights
@@ -211,54 +220,15 @@ class MegatronShard(TrainedModel):
         leave_groups()
 
 
-def _gradient_norm(module: nn.Module, tensor_group: dist.ProcessGroup) -> Tensor:
-    """The norm of split parameters, and of those that each rank of the group has, once."""
-    split: list[nn.Parameter] = []
-    whole: list[nn.Parameter] = []
-    for parameter in filter(lambda one: one.requires_grad, module.parameters()):
-        is_split = getattr(parameter, "tensor_model_parallel", False)
-        (split if is_split else whole).append(parameter)
-    squares = [distributed.gradient_norm(some).square() for some in (split, whole) if some]
-    if split:
-        dist.all_reduce(squares[0], group=tensor_group)
-    return torch.stack(squares).sum().sqrt()
-
-
-def _sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of which every rank of `group` computes a part, before DeepSpeed takes
-    them."""
-
-    def summed(gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=group)
-        return gradient
-
-    for parameter in parameters:
-        if parameter.requires_grad:
-            parameter.register_hook(summed)  # type: ignore[no-untyped-call]
-
-
 def _mpu(tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> SimpleNamespace:
     """The functions through which DeepSpeed gets the groups."""
     functions: dict[str, Any] = {}
     groups = {"tensor_model_parallel": tensor, "model_parallel": tensor, "data_parallel": data}
     for name, group in groups.items():
-        functions[f"get_{name}_group"] = partial(_itself, group)
+        functions[f"get_{name}_group"] = lambda group=group: group
         functions[f"get_{name}_rank"] = partial(dist.get_rank, group)
         functions[f"get_{name}_world_size"] = partial(dist.get_world_size, group)
     return SimpleNamespace(**functions)
-
-
-def _itself(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return group
-
-
-def gathered(parameters: list[nn.Parameter], **kwargs: Any) -> AbstractContextManager[None]:
-    """Context in which parameters sharded by ZeRO-3 are gathered; collective."""
-    deepspeed = import_deepspeed()
-    sharded = [parameter for parameter in parameters if hasattr(parameter, "ds_id")]
-    block: AbstractContextManager[None] = deepspeed.zero.GatheredParameters(sharded, **kwargs)
-    return block
 
 
 def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
@@ -317,6 +287,6 @@ def _fill_shard(name: str, parameter: nn.Parameter, weights: WeightSource) -> No
         if start < stop:
             shard[: stop - start].copy_(weights.read(name, start, stop))
         return
-    with gathered([parameter], modifier_rank=0):
+    with import_deepspeed().zero.GatheredParameters([parameter], modifier_rank=0):
         if dist.get_rank() == 0:
             parameter.copy_(weights.read(name, 0, numel).view_as(parameter))

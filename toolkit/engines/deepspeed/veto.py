@@ -2,9 +2,8 @@
 
 Every optimizer of DeepSpeed skips, on all ranks, a step whose gradient norm is not finite, and
 cleans up afterwards, because fp16 needs that. So a veto sets one gradient of the last micro
-batch to NaN. It is decided on the device. Without a limit for finite losses, each rank checks
-its own loss: a NaN in its gradient makes the global norm NaN. With a limit, the global loss
-decides, late in the backward pass, while the losses are summed over the ranks asynchronously.
+batch to NaN. It is decided on the device, by the loss of the global batch, late in the backward
+pass: until then, the losses are summed over the ranks asynchronously.
 """
 
 import math
@@ -36,13 +35,10 @@ class Veto:
         accepted = torch.isfinite(loss) & (loss <= self._max_loss)
         return gradient * torch.where(accepted, 1.0, torch.nan)
 
-    def judge(
-        self, mine: Tensor, joint: Callable[[], Tensor], max_loss: float, optimizer: Any
-    ) -> None:
-        """Decide after the last forward pass whether the step is vetoed. `mine` is this rank's
-        part of loss and metrics, the loss first; `joint` returns the global ones, and is called
-        late in the backward pass."""
-        self._loss = joint if max_loss < math.inf else lambda: mine
+    def judge(self, joint: Callable[[], Tensor], max_loss: float, optimizer: Any) -> None:
+        """Decide after the last forward pass whether the step is vetoed. `joint` returns the
+        global loss and metrics, the loss first; it is called late in the backward pass."""
+        self._loss = joint
         self._max_loss = max_loss
         self._scaler = dict(scaler_state(optimizer))
 

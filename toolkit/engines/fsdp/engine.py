@@ -78,7 +78,7 @@ class FsdpEngine(totals.LogProbEngine):
         self.shards: dict[str, nn.Parameter] = dict(hf.named_parameters(self.model))
         """Kept: while weights are gathered, the model's own parameters are others."""
         self._fill()
-        setup.enable_recompute(self.model)
+        hf.enable_recompute(self.model, setup.layout.recompute)
         self.model.train()
         self._build_optimizer()
 
