@@ -57,6 +57,8 @@ def _row(
     cells = ["-"] * len(_TASKS)
     for task, recipe in loaded.items():
         gpu = str(recipe.cluster.gpu).partition("-")[0]
-        speed = human(speeds[f"{size}-{task}"])
-        cells[_TASKS.index(task)] = f"{recipe.cluster.world_size} {gpu} {speed}"
+        cell = [str(recipe.cluster.world_size), gpu]
+        if (speed := speeds.get(f"{size}-{task}")) is not None:
+            cell.append(human(speed))
+        cells[_TASKS.index(task)] = " ".join(cell)
     return parameters, [size, human(parameters), *cells]
