@@ -32,7 +32,6 @@ from toolkit.plan.cost.stages import (
     StageShare,
     layers_of_stages,
     recomputed_of_stages,
-    share_of,
 )
 from toolkit.plan.cost.workload import Workload
 from toolkit.text.units import GIB
@@ -96,7 +95,7 @@ def peak_memory(workload: Workload, layout: Layout, *, on_device: bool = True) -
 def stage_memory(workload: Workload, layout: Layout, stage: int) -> Memory:
     """Memory of the ranks of one pipeline stage."""
     workload = workload.in_layout(layout)
-    return _memory(workload, layout, share_of(workload.spec, layout, stage), True)
+    return _memory(workload, layout, workload.share(layout, stage), True)
 
 
 def _memory(workload: Workload, layout: Layout, share: StageShare, on_device: bool) -> Memory:
@@ -297,7 +296,7 @@ def _fullest_shares(workload: Workload, layout: Layout) -> list[StageShare]:
     counts = layers_of_stages(workload.spec.layers, *layout.division)
     found = {0, counts.index(max(counts)), layout.pp - 1}
     stages = [*range(layout.pp)] if layout.stages else sorted(found)
-    return [share_of(workload.spec, layout, stage) for stage in stages]
+    return [workload.share(layout, stage) for stage in stages]
 
 
 # Buffers within a step
@@ -435,7 +434,7 @@ def offloaded_bytes(
     sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) gradients
     stay in memory, too, and buffers of `ds_configs` remain.
     """
-    share = share_of(workload.spec, layout, 0)
+    share = workload.share(layout, 0)
     each = state_bytes(workload, share)
     ranks = layout.dp * layout.cp if layout.zero_stage else 1
     held, trained = share.parameters / ranks, share.trained.parameters / ranks

@@ -5,7 +5,7 @@ from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
-from toolkit.layout import Layout, Recompute, padded_vocab, stage_layers
+from toolkit.layout import Recompute, padded_vocab, stage_layers
 from toolkit.models.spec import FrozenParameters, ModelSpec
 
 
@@ -70,7 +70,6 @@ def recomputed_of_stages(
     return tuple(sum(chunks[stage::pp]) for stage in range(pp))
 
 
-@lru_cache(maxsize=16384)
 def stage_share(
     spec: ModelSpec,
     tp: int,
@@ -111,12 +110,6 @@ def stage_share(
     bounds = list(accumulate(stage_layers(spec.layers, pp, vpp, stages), initial=0))
     held = [i for chunk in range(stage, pp * vpp, pp) for i in range(*bounds[chunk:][:2])]
     return share._replace(frozen=_frozen(spec, spec.frozen, share, held, tp, ep))
-
-
-def share_of(spec: ModelSpec, layout: Layout, stage: int) -> StageShare:
-    """The share of a rank of pipeline rank `stage` in a layout."""
-    degrees = layout.tp, layout.ep, layout.pp, layout.vpp
-    return stage_share(spec, *degrees, stage, layout.stages)
 
 
 def _vocabulary(spec: ModelSpec, tp: int) -> float:

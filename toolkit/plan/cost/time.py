@@ -13,7 +13,7 @@ from toolkit.plan.cost import terms
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.layer import of_micro_batch
 from toolkit.plan.cost.operators import device, head_symbols, layer_symbols
-from toolkit.plan.cost.stages import layers_of_stages, recomputed_of_stages, share_of
+from toolkit.plan.cost.stages import layers_of_stages, recomputed_of_stages
 from toolkit.plan.cost.traffic import (
     data_traffic,
     layer_traffic,
@@ -101,7 +101,7 @@ def step_time(
     stages[-1] += head_s
     stage = stages.index(max(stages))
     last = stage == layout.pp - 1
-    share = share_of(workload.spec, layout, stage)
+    share = workload.share(layout, stage)
     forward_s = share.layers * layer["forward_s"] + last * layer["head_forward_s"]
     backward_s = stages[stage] - forward_s
     symbols = {

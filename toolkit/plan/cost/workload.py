@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from toolkit.backend import BACKENDS
 from toolkit.layout import (
@@ -18,6 +18,7 @@ from toolkit.models.spec import ModelSpec
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.owned import OwnerUpdates
+from toolkit.plan.cost.stages import StageShare, stage_share
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention
@@ -130,6 +131,10 @@ class Workload:
         """Rows of the head on a tensor-parallel rank, padded: logits of one token."""
         return padded_vocab(self.spec.vocab, tp) / tp
 
+    def share(self, layout: Layout, stage: int) -> StageShare:
+        """What a rank of pipeline rank `stage` holds."""
+        return _share(self, layout.tp, layout.ep, layout.pp, layout.vpp, stage, layout.stages)
+
     def in_layout(self, layout: Layout) -> "Workload":
         """With what a layout decides of its operators."""
         compiled, grouped = layout.compile != "none", layout.experts == "grouped"
@@ -143,6 +148,12 @@ class Setup(NamedTuple):
     layout: Layout
     cluster: Cluster
     efficiency: Efficiency = DEFAULT
+
+
+@lru_cache(maxsize=1 << 14)
+def _share(workload: Workload, *place: Any) -> StageShare:
+    """Kept by the workload, whose hash is: that of a model's shape takes longer."""
+    return stage_share(workload.spec, *place)
 
 
 @lru_cache(64)

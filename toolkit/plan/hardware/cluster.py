@@ -23,6 +23,10 @@ class Cluster(Surroundings):
     """Share of each accelerator's memory that layouts may need; `gpu.memory_gib` is this share
     of it."""
 
+    def __hash__(self) -> int:
+        """Of what tells clusters apart: a search looks one up thousands of times."""
+        return hash((self.name, self.nodes, self.gpus_per_node))
+
     def limited(self, memory_fraction: float) -> "Cluster":
         """The same cluster, with this share of each accelerator's memory."""
         memory_gib = self.gpu.memory_gib
