@@ -13,8 +13,7 @@ from torch import Tensor
 
 from toolkit.batch import MicroBatch
 from toolkit.layout import Exchange, Layout
-from toolkit.models.context.exchanges import ATTENTION, gathered, own_group
-from toolkit.models.context.runs import natural, own
+from toolkit.models.context.exchanges import ATTENTION, gathered, natural, own, own_group
 from toolkit.models.documents import Scores
 
 
