@@ -18,7 +18,6 @@ class PlateauState:
     best: float | None = None
     """None: no validation had a finite loss."""
     num_bad_epochs: int = 0
-    cooldown_counter: int = 0
 
 
 @dataclass(frozen=True)
