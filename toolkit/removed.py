@@ -174,7 +174,7 @@ DEFAULTS: dict[str, object] = {
 COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
     "checkpoint import --samples": "leave it out; no one knows which samples were seen",
-    "data verify": "delete the folder `tokens` in data.cache, and start the run",
+    "data verify": "start the run, which makes damaged entries of the cache again",
     "data tokenizer": "train it with `tokenizers`, as docs/data.md shows",
     "estimate": "use `dmt plan`, which prints memory and time by part",
     "plan --mtbf": "save every sqrt(2 * seconds that a save stops training * seconds between "

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import pytest
 
 from tests.data.building import train_bpe
 from toolkit.data import tokenized
+from toolkit.data.formats import indexed
 from toolkit.data.formats.indexed import IndexedWriter, bin_path, idx_path, write_indexed
 from toolkit.data.sources import open_source
 from toolkit.data.tokenized import TokenizedData, prepare
@@ -245,17 +246,42 @@ def test_blocks_of_a_file_are_the_same_pieces(
     assert [piece.last for piece in pieces] == [*[False] * (len(pieces) - 1), True]
 
 
+def cut(entry: Path) -> None:
+    os.truncate(bin_path(entry), 10)
+
+
+def altered(entry: Path) -> None:
+    """Another token in its place: the same size, and ids that the tokenizer has."""
+    tokens = bytearray(bin_path(entry).read_bytes())
+    tokens[0] ^= 1
+    with bin_path(entry).open("r+b") as file:
+        file.write(tokens)
+
+
+@pytest.mark.parametrize("damage", [cut, altered])
 def test_damaged_entry_is_made_again(
+    damage: Callable[[Path], None],
     corpus: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = prepare_text(corpus, tmp_path / "cache")
-    os.truncate(bin_path(Path(first.name)), 10)
+    damage(Path(first.name))
     with caplog.at_level(logging.WARNING):
         again = prepare_text(corpus, tmp_path / "cache")
     assert documents_of(again) == EXPECTED
     assert "damaged" in caplog.text
+
+
+def test_a_copied_cache_is_hashed_once(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = Path(prepare_text(corpus, tmp_path / "cache").name)
+    os.utime(bin_path(entry))
+    monkeypatch.setattr(tokenized, "write_tokens", None)  # would fail if it were called
+    assert documents_of(prepare_text(corpus, tmp_path / "cache")) == EXPECTED
+    monkeypatch.setattr(indexed, "_hash", None)
+    assert documents_of(prepare_text(corpus, tmp_path / "cache")) == EXPECTED
 
 
 def test_cache_that_cannot_be_written(corpus: Path, tmp_path: Path) -> None:
@@ -330,6 +356,7 @@ WORKER = """
 import sys, time
 from pathlib import Path
 from toolkit.data import tokenized
+from toolkit.data.formats import indexed
 from toolkit.data.formats.indexed import IndexedWriter
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.recipe.schema import TextSource

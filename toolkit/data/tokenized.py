@@ -24,6 +24,7 @@ from toolkit.data.formats.indexed import (
     TokenArray,
     bin_path,
     idx_path,
+    is_as_written,
     no_file,
     read_indexed,
     token_dtype,
@@ -159,10 +160,15 @@ def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
     if not idx_path(prefix).exists() or (belongs is not None and not belongs.exists()):
         return None
     try:
-        return read_indexed(prefix)
-    except DataError as error:
-        logger.warning("the data cache is damaged and is made again: %s", error.message)
+        if is_as_written(prefix):
+            return read_indexed(prefix)
+        why = f"{bin_path(prefix)} has changed since it was written"
+    except FileNotFoundError:  # another process makes it again
         return None
+    except DataError as error:
+        why = error.message
+    logger.warning("the data cache is damaged and is made again: %s", why)
+    return None
 
 
 def cached_tokens(

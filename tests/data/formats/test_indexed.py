@@ -42,12 +42,6 @@ def test_megatron_core_reads_ours_and_we_read_theirs(
     assert theirs.index.dtype is dtype
     assert [theirs[i].tolist() for i in range(len(theirs))] == DOCUMENTS
     assert theirs.document_indices.tolist() == [0, 1, 2, 3, 4]
-    same = IndexedDatasetBuilder(str(bin_path(tmp_path / "same")), dtype=dtype)
-    for document in DOCUMENTS:
-        same.add_document(np.array(document), [len(document)])
-    same.finalize(str(idx_path(tmp_path / "same")))
-    for path in (bin_path, idx_path):
-        assert path(tmp_path / "same").read_bytes() == path(tmp_path / "ours").read_bytes()
 
     builder = IndexedDatasetBuilder(str(bin_path(tmp_path / "theirs")), dtype=dtype)
     builder.add_item(torch.tensor([1, 2]))  # two sequences, one document

@@ -11,20 +11,26 @@ The index file, little endian, without padding:
     int64     [S]      byte offset of each sequence in PREFIX.bin
     int64     [D + 1]  first sequence of each document, ending with S
 
-DMT writes one sequence per document. Files made by Megatron's own tools, with several sequences
-per document, are read as well; both ways are tested against megatron-core.
+DMT writes one sequence per document, and behind the index, where Megatron's readers do not
+look, `_SEAL` and the hash of both files, by which a start finds damage. Files made by
+Megatron's own tools, with several sequences per document, are read as well; both ways are
+tested against megatron-core.
 """
 
+import hashlib
 import os
 import struct
+import time
 from array import array
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from toolkit.data.rows import Int64Array
 from toolkit.errors import DataError
@@ -42,6 +48,8 @@ _DTYPES: dict[int, type[np.integer[Any]]] = {
     5: np.int64,
     8: np.uint16,
 }
+_SEAL = b"DMT XXH3"
+_hash = xxhash.xxh3_128
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LONGEST_SEQUENCE = 2**31 - 1
 _CHECKED_AT_ONCE = 2**20
@@ -202,6 +210,7 @@ class IndexedWriter:
         self._dtype = dtype
         self._lengths = array("i")
         self._open_document = 0
+        self._hash = _hash()
         self._bin_tmp = prefix.with_name(prefix.name + ".bin.tmp")
         self._idx_tmp = prefix.with_name(prefix.name + ".idx.tmp")
         prefix.parent.mkdir(parents=True, exist_ok=True)
@@ -224,6 +233,7 @@ class IndexedWriter:
         """Add token ids [n] to what is being written."""
         ids = np.ascontiguousarray(tokens, dtype=self._dtype)
         self._bin.write(ids.data)
+        self._hash.update(ids.data)
         self._open_document += len(ids)
 
     def end_document(self) -> None:
@@ -258,7 +268,10 @@ class IndexedWriter:
                 np.arange(n + 1, dtype=np.int64).tobytes(),
             ):
                 stream.write(part)
+                self._hash.update(part)
+            stream.write(_SEAL + self._hash.digest())
             _sync_and_close(stream)
+        _set_same_time(self._bin_tmp, self._idx_tmp)
         idx_path(self._prefix).unlink(missing_ok=True)
         self._bin_tmp.replace(bin_path(self._prefix))
         self._idx_tmp.replace(idx_path(self._prefix))
@@ -279,3 +292,29 @@ def _sync_and_close(stream: Any) -> None:
     stream.flush()
     os.fsync(stream.fileno())
     stream.close()
+
+
+def _set_same_time(*files: Path) -> None:
+    """Give files one time of modification: as long as they share it, none has been changed."""
+    now = time.time_ns()
+    for file in files:
+        os.utime(file, ns=(now, now))
+
+
+def is_as_written(prefix: Path) -> bool:
+    """Whether a pair of files is what DMT wrote, as far as a start can afford to know: only
+    files that were modified, or copied without their times, are read and hashed. Files without
+    a hash count as unchanged."""
+    pair = bin_path(prefix), idx_path(prefix)
+    if len({file.stat().st_mtime_ns for file in pair}) == 1:
+        return True
+    index, length = idx_path(prefix).read_bytes(), len(_SEAL) + _hash().digest_size
+    if index[-length:].startswith(_SEAL):
+        with bin_path(prefix).open("rb") as stream:
+            hashed = hashlib.file_digest(stream, _hash)
+        hashed.update(index[:-length])
+        if not index.endswith(hashed.digest()):
+            return False
+    with suppress(PermissionError):  # of another user: it is hashed again the next time
+        _set_same_time(*pair)
+    return True
