@@ -2,12 +2,14 @@
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -271,6 +273,24 @@ def test_a_build_has_a_time_limit_and_leaves_no_lock() -> None:
         build(["cpu_adam"], lambda _: None, limit_s=9)
     Path(error.value.fix.rpartition(" ")[2]).unlink()
     assert not (build_folder("cpu_adam") / "lock").exists()
+    preflight(["cpu_adam"])
+
+
+@pytest.mark.usefixtures("extensions")
+@pytest.mark.slow
+def test_a_build_that_gets_the_signal_of_its_whole_job_leaves_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "g++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-c\\ *) sleep 60;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    argv = [sys.executable, "-m", "toolkit.engines.deepspeed.ops", "cpu_adam"]
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(argv, start_new_session=True, **quiet)
+    wait_until((build_folder("cpu_adam") / "lock").exists, "the build")
+    os.killpg(process.pid, signal.SIGTERM)
+    assert process.wait(HANG_S) == 128 + signal.SIGTERM
     preflight(["cpu_adam"])
 
 

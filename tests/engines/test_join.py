@@ -2,7 +2,7 @@
 needs."""
 
 from collections.abc import Iterator, Mapping
-from io import StringIO
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.numa import binding
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from toolkit.engines import distributed
 from toolkit.engines.distributed import join
 from toolkit.errors import BackendUnavailable
 
@@ -114,17 +114,28 @@ def test_one_rank_binds_no_device(
     assert joined[0]["backend"] == backend and "device_id" not in joined[0]
 
 
-@pytest.mark.parametrize(("listed", "kept"), [("0-1,64-65\n", {0, 1}), ("8-15\n", None)])
+@pytest.mark.parametrize(
+    ("listed", "kept"),
+    [
+        ("0-1,64-65\n", {0, 1}),
+        ("0-127\n", {0, 1, 2, 3}),  # of a virtual machine, whose GPU has no node
+        ("8-15\n", None),  # the launcher chose the other node's
+        (None, None),
+    ],
+)
 def test_a_rank_keeps_to_the_cores_next_to_its_gpu(
     monkeypatch: pytest.MonkeyPatch,
     joined: list[dict[str, Any]],
-    listed: str,
+    tmp_path: Path,
+    listed: str | None,
     kept: set[int] | None,
 ) -> None:
     """And computes convolutions in fp32, which torch computes in TF32."""
-    of_kernel = {"/sys/bus/pci/devices/0000:3b:00.0/numa_node": "1\n",
-                 "/sys/devices/system/node/node1/cpulist": listed}  # fmt: skip
-    monkeypatch.setattr(binding, "open", lambda name: StringIO(of_kernel[name]), raising=False)
+    monkeypatch.setattr(distributed, "_PCI_DEVICES", tmp_path)
+    if listed is not None:
+        (tmp_path / "0000:3b:00.0").mkdir()
+        (tmp_path / "0000:3b:00.0" / "numa_node").write_text("-1\n")
+        (tmp_path / "0000:3b:00.0" / "local_cpulist").write_text(listed)
     bound: list[set[int]] = []
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     monkeypatch.setattr("os.sched_setaffinity", lambda _, cores: bound.append(cores))
@@ -174,3 +185,4 @@ def test_several_restarting_agents_must_not_share_their_store(
     with pytest.raises(BackendUnavailable) as caught:
         join()
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caught.value.fix and not joined
+    assert "--rdzv-backend c10d" in caught.value.fix, "torchrun's default keeps its store"

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.engines.deepspeed.json_file import read_json
+from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.errors import RecipeError
 
 
-def read(tmp_path: Path, content: str | bytes) -> object:
+def read(tmp_path: Path, content: str | bytes) -> JsonFile:
     path = tmp_path / "a.json"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     return read_json(path)
@@ -24,6 +24,13 @@ def test_lines_of_nested_keys(tmp_path: Path) -> None:
     assert str(file.problem("b.c", file.values["b"], "x")).startswith(
         f"{path}:2: b.c: found {{"
     )
+
+
+def test_an_emoji_that_is_escaped_as_two_surrogates(tmp_path: Path) -> None:
+    """As `json.dumps` writes it; one surrogate alone cannot be stored."""
+    assert read(tmp_path, '{"group": "\\ud83d\\ude80"}').values == {"group": "🚀"}
+    with pytest.raises(RecipeError, match="group: found the character"):
+        read(tmp_path, '{"group": "\\ud83d"}')
 
 
 def test_a_repeated_key_is_refused(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
 
@@ -22,6 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 from toolkit.batch import MicroBatch
 from toolkit.engines.scheduler_ranks import scheduler_ranks
 from toolkit.errors import BackendUnavailable, DataError
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,17 @@ def _gpu(ranks: Ranks, *, may_be_alone: bool) -> torch.device:
 
 def _keep_near(device: torch.device) -> None:
     """Restrict this process to the cores next to its GPU, where its pinned memory then lies,
-    too; not where the kernel states none, or the launcher chose only others."""
-    with suppress(AttributeError, ImportError, OSError, RuntimeError, ValueError):
-        from torch.numa.binding import _node_get_logical_cpus_to_bind_to
+    too; not where the kernel states none, or the launcher chose only others.
 
-        if near := _node_get_logical_cpus_to_bind_to(gpu_index=device.index):
+    `torch.numa` takes node 0 for a GPU without a node, such as those of virtual machines.
+    """
+    with suppress(AttributeError, ImportError, OSError, ValueError):
+        from torch.numa.binding import _get_set_of_int_from_ranges_str as cores
+
+        gpu: Any = torch.cuda.get_device_properties(device)
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        listed = (_PCI_DEVICES / address / "local_cpulist").read_text()
+        if near := cores(listed) & os.sched_getaffinity(0):
             os.sched_setaffinity(0, near)
 
 
@@ -126,7 +135,8 @@ def _own_store(ranks: Ranks, timeout: timedelta) -> Store | None:
         if not local:
             raise BackendUnavailable(
                 "torchrun --max-restarts would restart ranks with the store of those before",
-                fix="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun …, on every machine",
+                fix="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d …, on every "
+                "machine",
             )
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timeout))
         return PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)

@@ -261,7 +261,7 @@ class _Reader:
         return self.stop(found, "valid YAML", fix, line)
 
     def too_much(self, found: str, allowed: str, node: Any = None) -> RecipeError:
-        return self.stop(found, allowed, "shorten the recipe", self.place(node).line)
+        return self.stop(found, allowed, "shorten it", self.place(node).line)
 
     def stop(self, found: str, allowed: str, fix: str, line: int) -> RecipeError:
         problem = Problem(WHOLE_FILE, found, allowed, fix, self.file, line)
@@ -352,6 +352,8 @@ class _Reader:
 
     def scalar(self, node: Any, path: KeyPath, *, is_key: bool = False) -> Value:
         text, is_quoted = str(node.value), node.style is not None
+        if _UNSTORABLE.search(text):  # JSON escapes an emoji as two surrogates
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
         if not is_key:
             self.written[path] = f'"{text}"' if is_quoted else text
         if found := _UNSTORABLE.search(text):

@@ -15,6 +15,7 @@ import os
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -310,7 +311,8 @@ def _build(op: str, limit_s: float) -> None:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired as error:
             for one in psutil.Process(process.pid).children(recursive=True):
-                one.kill()
+                with suppress(psutil.NoSuchProcess):
+                    one.kill()
             process.kill()
             process.wait()
             (build_folder(op) / "lock").unlink(missing_ok=True)
@@ -338,4 +340,6 @@ def _build_here(op: str) -> None:
 
 
 if __name__ == "__main__":
+    # `timeout` and Slurm signal all processes: torch releases its lock only if it is unwound.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _build_here(sys.argv[1])
