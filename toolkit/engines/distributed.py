@@ -135,8 +135,8 @@ def _own_store(ranks: Ranks, timeout: timedelta) -> Store | None:
         if not local:
             raise BackendUnavailable(
                 "torchrun --max-restarts would restart ranks with the store of those before",
-                fix="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --rdzv-backend c10d …, on every "
-                "machine",
+                fix="on every machine: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun "
+                "--rdzv-backend c10d …",
             )
         store, _, _ = next(rendezvous("env://", ranks.rank, ranks.world, timeout=timeout))
         return PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
