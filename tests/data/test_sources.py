@@ -224,6 +224,23 @@ def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(opened) == 1
 
 
+def test_files_of_save_to_disk(tmp_path: Path) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_list(ROWS)
+    rows.save_to_disk(tmp_path / "one", num_shards=2)
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "two")
+    for folder, glob in (("one", "one/data-*.arrow"), ("two", "two/train/data-*.arrow")):
+        with pytest.raises(DataError, match="is a folder") as raised:
+            open_hf(tmp_path, folder)
+        assert raised.value.fix.endswith(f"e.g. `{glob}`")
+        assert list(open_hf(tmp_path, glob)) == TEXTS
+    (tmp_path / "one" / "data-00000-of-00001.arrow").touch()
+    with pytest.raises(DataError, match=r"data-00000-of-00001\.arrow is none of the files of"):
+        open_hf(tmp_path, "one/data-*.arrow")
+    assert list(open_hf(tmp_path, "one/data-*-of-00002.arrow")) == TEXTS
+
+
 def test_a_folder_is_no_source(tmp_path: Path) -> None:
     """A glob says which of its files belong to a split."""
     (tmp_path / "folder").mkdir()

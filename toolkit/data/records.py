@@ -31,6 +31,8 @@ from toolkit.recipe.schema import HfSource, RowsSource
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files: `datasets` calls all of their rows `train`."""
+_STATE = "state.json"
+"""What `save_to_disk` writes next to the files of a split; it names them."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
     """Files that `path` names, sorted; None for a hub id.
 
     A local path wins over a hub id of the same name, as in `datasets`. Raises DataError where
-    there is no file, for a folder, and for files of several kinds.
+    there is no file, for a folder, for files of several kinds, and for files beside those of
+    `save_to_disk`.
     """
     path, name = base / Path(source.path).expanduser(), shown(source.path)
     looks_local = (
@@ -117,12 +120,15 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
             fix="remove `revision`; it chooses a version of a hub dataset",
         )
     if path.is_dir():
+        saved = [split for split in ("", "train/") if (path / split / _STATE).is_file()]
+        glob = f"{saved[0]}data-*.arrow" if saved else "train*.parquet"
         raise DataError(
             f"`{name}` is a folder",
-            fix=f"name the files of a split by a glob, e.g. `{name}/train*.parquet`, or "
-            f"`{name}/train/*.arrow` of `save_to_disk`",
+            fix=f"name the files of a split by a glob, e.g. `{name}/{glob}`",
         )
     files = find_files([source.path], base)
+    for file in files:
+        _check_saved(file)
     if not _OF_FILES.match(source.split) or len({*_split_names(source)}) > 1:
         raise DataError(
             f"`split: {source.split}` is given, but the rows of `{name}` are `train`",
@@ -136,6 +142,18 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
             fix="name files of one kind: .json or .jsonl, .parquet, .arrow, .txt",
         )
     return files
+
+
+def _check_saved(file: DataFile) -> None:
+    """Raise DataError for a file in a folder of `save_to_disk` that is not of the data: one of
+    an earlier save, or a cache of `datasets`, with the same rows."""
+    if not isinstance(file, Path) or not (state := file.with_name(_STATE)).is_file():
+        return
+    if f'"{file.name}"' not in state.read_text("utf-8", "replace"):
+        raise DataError(
+            f"{file} is none of the files of {state}",
+            fix="remove it, or name the others by a glob, as `data-*-of-00012.arrow`",
+        )
 
 
 # What `datasets` does
