@@ -46,6 +46,18 @@ def test_a_signal_while_training(project: Project, stop: Callable[[Command], Non
     assert not events(run_dir, "restart")
 
 
+def test_a_worker_without_a_launcher_saves_and_stops(project: Project):
+    """Where a launcher passes a signal on, or a scheduler sends it to the rank itself."""
+    run_dir = project.folder / "single"
+    changes = {**ENDLESS, "cluster.gpus_per_node": 1}
+    argv = tool("python", WORKER, project.recipe, "--run-dir", run_dir, *settings(changes))
+    with started(argv, project.folder) as command:
+        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
+        command.process.send_signal(signal.SIGTERM)
+        ended = command.end()
+    assert_saved_and_stopped(ended, run_dir)
+
+
 def test_ranks_that_do_not_leave_within_the_grace_write_their_stacks(project: Project):
     run_dir = project.folder / "grace"
     argv = project.command(run_dir.name, {**ENDLESS, "launch.grace_s": 2.0})

@@ -106,6 +106,7 @@ def test_other_machines_get_the_settings_of_this_one(monkeypatch):
         "LD_LIBRARY_PATH": "/opt/nccl/lib",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "UCX_TLS": "rc",
+        "MLFLOW_TRACKING_URI": "http://here",
     }
     kept = {"CUDA_VISIBLE_DEVICES": "0", "CUDA_HOME": "/here", "WANDB_API_KEY": "x", "PWD": "/"}
     for name, value in (sent | kept).items():

@@ -63,7 +63,10 @@ def test_what_is_not_a_file_of_a_run_is_refused(tmp_path):
     run = create(tmp_path, recipe())
     run.command.write_bytes(b"dmt \xff\n")
     create(tmp_path, recipe())
-    for path, said in ((run.recipe, "not a recipe"), (run.events, "no regular file")):
+    for path, said in (
+        (run.recipe, "not a recipe"),
+        *((path, "no regular file") for path in (run.events, run.metrics, run.lock, run.stop)),
+    ):
         before = path.read_bytes() if path.exists() else None
         path.unlink(missing_ok=True)
         os.mkfifo(path)

@@ -139,6 +139,10 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
     A run that ended before training started (e.g. because of a malformed row) may restart with
     a fixed recipe.
     """
+    for file in (run.metrics, run.lock, run.stop):
+        if file.exists() and not file.is_file():
+            found = f"{file}, which is no regular file"
+            raise RecipeError([Problem("--run-dir", found, "the directory of a run", _OTHER)])
     try:
         if not run.recipe.exists() or _never_began(run):
             return

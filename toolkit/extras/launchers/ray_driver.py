@@ -125,7 +125,7 @@ def _connected(recipe: Recipe, device: str, fewest: int) -> bool:
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    address = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS") or None
     try:
         host, _, port = (address or "").rpartition(":")
         if port.isdigit() and "//" not in host:  # where nothing listens, Ray tries for minutes
