@@ -159,9 +159,12 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 @pytest.mark.slow
 @pytest.mark.quick
 def test_between_engines(tmp_path: Path) -> None:
-    three = {name: LAYOUTS[name] for name in ("fsdp3-2", "zero3-2", "tp2")}
-    circle = [*zip(three, [*three][1:] + [*three][:1], strict=True)]
-    check(tmp_path, write_all(tmp_path, three), three, circle)
+    """Each place in which an engine keeps moments."""
+    some = {
+        name: LAYOUTS[name]
+        for name in ("fsdp3-2", "zero2-2", "zero3-2", "dp2-distributed", "tp2")
+    }
+    check(tmp_path, write_all(tmp_path, some), some, around(some))
 
 
 @pytest.mark.slow

@@ -57,6 +57,9 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
     }),
     "megatron-dp4-ep2-distopt": (4, {"engine": "megatron", "expert": 2, "zero": {"stage": 1}}),
     "megatron-tp4": (4, {"engine": "megatron", "tensor": 4}),
+    "megatron-tp2-zero0-dp1": (
+        2, {"engine": "deepspeed", "model": "megatron", "tensor": 2, "zero": {"stage": 0}},
+    ),
     "megatron-tp2-zero0": (
         4, {"engine": "deepspeed", "model": "megatron", "tensor": 2, "zero": {"stage": 0}},
     ),

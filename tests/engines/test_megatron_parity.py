@@ -141,6 +141,7 @@ def test_two_processes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.quick
 def test_many_buckets_on_their_way(tmp_path: Path) -> None:
     """The model is one bucket otherwise; they are reduced, and weights gathered, while others
     are computed with. A save and a new engine come between two steps."""

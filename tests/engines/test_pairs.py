@@ -35,6 +35,7 @@ TWO = {
         "megatron-dp2-distopt",
         "megatron-cp2",
         "megatron-dp2",
+        "megatron-tp2-zero0-dp1",
     ],
     "experts": ["megatron-ep2", "megatron-cp2-ep2", "megatron-ep2-distopt"],
 }
@@ -93,8 +94,8 @@ def test_other_pairs(layouts: list[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "some",
-    # Quick, too: on two processes, no two ranks hold the same experts.
-    [pytest.param(one, marks=[pytest.mark.quick] * (one == "of experts")) for one in FOUR],
+    # Quick, too: on two processes, no two ranks hold the same experts, or the same shard.
+    [pytest.param(one, marks=[pytest.mark.quick] * one.startswith("of ")) for one in FOUR],
 )
 def test_four_processes(some: str) -> None:
     check(covering_array(FOUR[some], len(FOUR[some])))
