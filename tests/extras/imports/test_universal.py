@@ -104,6 +104,12 @@ def test_a_failed_import_leaves_no_run(tmp_path: Path, dmt: Dmt) -> None:
     (tmp_path / "a.txt").write_text("text " * 200)
     source = universal(tmp_path / "saved")
     words = ("checkpoint", "import", recipe, source, "--run-dir", run)
+    optimizer = source / "zero" / "optimizer_state.pt"
+    groups = torch.load(optimizer)
+    for damaged in ({"eps": None}, "x"):
+        torch.save({"param_groups": [damaged]}, optimizer)
+        assert "does not hold what DeepSpeed universal writes" in dmt(*words, code=2).err
+    torch.save(groups, optimizer)
     nan = source / "zero" / "model.layers.0.mlp.up_proj.weight" / "exp_avg.pt"
     torch.save({"param": torch.load(nan)["param"] * float("nan")}, nan)
     printed = dmt(*words, code=2)

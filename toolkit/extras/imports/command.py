@@ -6,6 +6,7 @@ Of Megatron-LM's checkpoints the weights alone are read, and become a Hugging Fa
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from toolkit.extras.imports import dcp, deepspeed, megatron
 from toolkit.extras.imports.state import (
     ForeignState,
     RecipeModel,
+    check_adamw,
     differences,
     recipe_model,
     shards_of,
@@ -123,7 +125,9 @@ def _read(form: Any, source: Path, model: RecipeModel) -> ForeignState:
     """The state. Whatever a malformed file makes a reader raise is one CheckpointError."""
     try:
         state: ForeignState = form.read(source, model)
-        return state
+        check_adamw(state.groups)
+        notes = (*differences(state.groups, model.recipe), *state.notes)
+        return replace(state, notes=notes)
     except DmtError:
         raise
     except Exception as error:
@@ -210,7 +214,6 @@ def _notes(state: ForeignState, recipe: Recipe, consumed: int) -> Iterator[str]:
     planned = total and total * recipe.training.global_batch_size
     if planned is not None and consumed > planned:
         yield f"{consumed:,} samples are more than the {planned:,} of the recipe's whole run"
-    yield from differences(state.groups, recipe)
     yield from state.notes
 
 
