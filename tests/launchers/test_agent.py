@@ -12,7 +12,8 @@ import pytest
 
 from tests.launchers.watching import WarmProcess
 from tests.processes import wait_until
-from toolkit.launchers.base import Job, free_port
+from toolkit.launchers.agent import JOIN_LIMIT_S, _parameters
+from toolkit.launchers.base import NODE_ADDRESS, Job, Meeting, free_port
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
@@ -86,6 +87,16 @@ def test_what_is_no_failure_is_not_started_again(agents: Agents, code: int) -> N
         agents.start(2, 1, code)
     assert agents.end()[0] == [code, code]
     assert [len(starts) for starts in agents.starts()] == [1, 1]
+
+
+def test_machines_wait_until_ray_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those without which the run cannot begin, or continue."""
+    monkeypatch.setenv(NODE_ADDRESS, "here")
+    waits = [
+        _parameters(Meeting("there:1", "run", 0, 2, 2, elastic)).get_as_int("join_timeout", 0)
+        for elastic in (False, True)
+    ]
+    assert waits[0] > 24 * 3600 and waits[1] == JOIN_LIMIT_S
 
 
 @pytest.mark.slow

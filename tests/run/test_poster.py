@@ -338,3 +338,13 @@ def test_rows_are_in_the_order_of_steps(run: RunDirectory) -> None:
 def test_a_damaged_state_is_none(run: RunDirectory, damaged: str) -> None:
     run.tracker_state("wandb").write_text(damaged)
     assert Posted.load(run.tracker_state("wandb")) is None
+
+
+def test_a_warning_behind_the_end_hides_no_exit_code(run: RunDirectory) -> None:
+    """Of another tracker, which stopped working meanwhile."""
+    events = EventLog(run.events)
+    events.write("start")
+    assert poster._exit_code(run.events) == 4
+    events.write("end", exit_code=75)
+    events.write("warning", source="mlflow", message="it did not finish")
+    assert poster._exit_code(run.events) == 75

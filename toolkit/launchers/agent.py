@@ -64,6 +64,8 @@ from toolkit.text.terminal import tell
 
 JOIN_LIMIT_S = 600
 """How long an agent waits for the other machines, at the start and after a failure."""
+RAY_JOIN_LIMIT_S = 30 * 24 * 3600
+"""That under Ray, which starts the others when it has room, and whose driver gives up."""
 FIRST_CALL_S, LAST_CALL_S = 10, 3
 """How long the first meeting of an elastic run waits for more than `min_nodes` machines, and
 how long one after that; a machine that comes later is taken in without the loss of a step."""
@@ -133,6 +135,8 @@ def _parameters(meeting: Meeting) -> RendezvousParameters:
     elif NODE_ADDRESS in os.environ:
         # They meet at the store of Ray's driver.
         options |= {"local_addr": os.environ[NODE_ADDRESS], "is_host": False}
+        if not meeting.elastic:
+            options |= {"join_timeout": RAY_JOIN_LIMIT_S}
     limits = meeting.least, meeting.most
     return RendezvousParameters("c10d", meeting.endpoint, meeting.name, *limits, **options)
 
