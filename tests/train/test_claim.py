@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.conftest import RECIPE
 from tests.processes import HANG_S, ROOT
 from toolkit.errors import DirectoryInUse
+from toolkit.intake.load import load_recipe
+from toolkit.run.assignment import decide, write
 from toolkit.run.claim import claim, refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 
@@ -105,6 +108,16 @@ def test_looking_neither_writes_nor_blocks(tmp_path):
     with RunDirectory(tmp_path).lock.open("w") as looked_at:
         fcntl.flock(looked_at, fcntl.LOCK_SH)
         refuse(tmp_path)
+
+
+def test_a_running_runs_files_are_not_replaced(tmp_path, claimant):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(RECIPE)
+    wait_until_claimed(claimant())
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    with pytest.raises(DirectoryInUse):
+        write(decide(load_recipe(file), tmp_path), ["dmt"])
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 @pytest.mark.parametrize("number", [errno.ENOTSUP, errno.ENOLCK])

@@ -107,7 +107,10 @@ def _run_agents(
             code: int = ray.get(ended)
         except ray.exceptions.RayError as error:
             reason = f"machine {number}: {_first_line(getattr(error, 'cause', error))}"
-            EventLog(run.events).write("failure", exit_code=EXIT_FAILED, reason=reason)
+            if len(running) >= fewest:  # which train, perhaps since before Ray knew of this
+                EventLog(run.events).write("warning", source="ray", message=reason)
+            else:
+                EventLog(run.events).write("failure", exit_code=EXIT_FAILED, reason=reason)
             if max_restarts:
                 max_restarts -= 1
                 running[start(number)] = number
