@@ -159,6 +159,9 @@ ROWS = [
     Case("zeros.jsonl", raw(bytes(4096)), "zeros.jsonl:1: it is not JSON"),
     Case("deep.jsonl", raw(b"[" * 100_000), "deep.jsonl: it is nested too deeply"),
     Case("deep-row.jsonl", raw(DEEP), "deep-row.jsonl:2: it is nested too deeply"),
+    Case(
+        "digits.jsonl", raw(b'{"text": ' + b"9" * 5000 + b"}"), "number of thousands of digits"
+    ),
     Case("half.jsonl", lines(GOOD, '{"text": "\\ud800"}\n'), "half.jsonl:2: `text` holds half"),
     Case("cut.json", raw(b'[{"text": "a"}, {"te'), "cut.json: it is not JSON (Unterm"),
     Case("comma.json", raw(b'[{"text": "a"} {}]'), "comma.json: it is not JSON (Exp"),

@@ -137,6 +137,8 @@ def test_a_list_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(readers, "LARGEST_LIST_MIB", 1)
     source = HfSource(kind="hf", path="a.json")
     assert "a.json: the list is larger than 1 MiB, the limit" in refusal(source, tmp_path)
+    monkeypatch.setattr(readers, "_LIST_LOOKED_AT_MIB", 1)
+    assert readers.columns_of(tmp_path / "a.json") == ({}, False), "a check does not read it"
 
 
 def test_a_zstandard_file_that_is_cut_ends_the_run(tmp_path: Path) -> None:

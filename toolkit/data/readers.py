@@ -42,6 +42,8 @@ _LOOKED_AT = 10_000
 """Rows of a JSON file whose columns are looked at."""
 _LOOKED_AT_MIB = 10
 """The longest of them."""
+_LIST_LOOKED_AT_MIB = 128
+"""The largest list that is read for its columns: about a second."""
 _WHOLE = "check that the file is whole and UTF-8"
 _TOO_DEEP = Broken("it is nested too deeply")
 
@@ -86,7 +88,7 @@ def read_rows(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]
         case ".txt":
             yield from _rows_of_text(file, source)
         case _:
-            yield from _rows_of_json(file, LONGEST_ROW_MIB)
+            yield from _rows_of_json(file, LONGEST_ROW_MIB, LARGEST_LIST_MIB)
 
 
 def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
@@ -102,7 +104,8 @@ def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
             case ".txt":
                 return {"text": TEXT}, True
             case ".json" | ".jsonl":
-                for number, (_, row) in enumerate(_rows_of_json(file, _LOOKED_AT_MIB)):
+                rows = _rows_of_json(file, _LOOKED_AT_MIB, _LIST_LOOKED_AT_MIB)
+                for number, (_, row) in enumerate(rows):
                     if isinstance(row, Broken) or number == _LOOKED_AT:
                         return columns, False
                     if not isinstance(row, dict):
@@ -164,10 +167,12 @@ def _rows_of_text(file: DataFile, source: RowsSource) -> Iterator[tuple[str, obj
 # JSON
 
 
-def _rows_of_json(file: DataFile, limit_mib: int) -> Iterator[tuple[str, object]]:
+def _rows_of_json(
+    file: DataFile, limit_mib: int, list_mib: int
+) -> Iterator[tuple[str, object]]:
     with opened(file) as stream:
         if _stripped(_begin(file, stream)).startswith(b"["):
-            yield from _rows_of_list(file, stream)
+            yield from _rows_of_list(file, stream, list_mib)
             return
         for place, line in _lines(file, stream, limit_mib):
             if _stripped(line):
@@ -195,6 +200,8 @@ def _parsed(text: bytes) -> object:
         return Broken(f"it is not JSON ({error.msg}, {line}character {error.colno:,})")
     except RecursionError:
         return _TOO_DEEP
+    except ValueError:
+        return Broken("it holds a number of thousands of digits")
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
@@ -202,15 +209,15 @@ def _not_utf8(error: UnicodeDecodeError) -> str:
     return f"it is not UTF-8 (byte {byte} at {error.start + 1:,})"
 
 
-def _rows_of_list(file: DataFile, stream: Any) -> Iterator[tuple[str, object]]:
+def _rows_of_list(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, object]]:
     """The rows of a file that is one list, which is read whole, each with its place."""
     try:
-        text = stream.read(LARGEST_LIST_MIB * MIB + 1)
+        text = stream.read(limit_mib * MIB + 1)
     except _UNREADABLE as error:
         raise DataError(f"cannot read {file}: {error}", fix=_WHOLE) from error
-    if len(text) > LARGEST_LIST_MIB * MIB:
+    if len(text) > limit_mib * MIB:
         raise DataError(
-            f"{file}: the list is larger than {LARGEST_LIST_MIB:,} MiB, the limit",
+            f"{file}: the list is larger than {limit_mib:,} MiB, the limit",
             fix="write its rows as JSON lines, or as Parquet",
         )
     rows = _parsed(text)
