@@ -210,7 +210,11 @@ def test_interfaces_that_are_named(
 
 @pytest.mark.parametrize(
     ("address", "said"),
-    [("localhost", "127.0.0.1"), ("no-such-host.invalid", "does not resolve")],
+    [
+        ("localhost", "127.0.0.1"),
+        ("no-such-host.invalid", "does not resolve"),
+        ("x" * 80, "does not resolve"),
+    ],
 )
 def test_master_address(address: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", address)
@@ -296,6 +300,10 @@ def test_the_key_of_wandb_is_never_told(
     file.chmod(0o600)
     (found,) = network.check(online)
     assert found.level == "ok" and key not in str(found)
+    file.write_bytes(b"machine \xff")
+    monkeypatch.setenv("WANDB_BASE_URL", f"https://user:{key}@wandb.example")
+    (unread,) = network.check(online)
+    assert unread.blocks and key not in str(unread)
 
 
 def test_nvcc_is_judged_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,3 +311,6 @@ def test_nvcc_is_judged_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     (found,) = toolchain._nvcc("parallel.engine: deepspeed")
     assert found.blocks and found.found.endswith("unable to compile CUDA op(s)")
     assert found.fix.startswith("install the toolkit of CUDA 13.0")
+    monkeypatch.setattr(toolchain, "ask_python", lambda _: Answer(False, "killed by signal 9"))
+    (silent,) = toolchain._nvcc("parallel.engine: deepspeed")
+    assert silent.found == "killed by signal 9"

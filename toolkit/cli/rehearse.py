@@ -111,7 +111,7 @@ def rehearse(
         {
             "--on": (on == "gpu", not gpu, "without --gpu, which needs no GPUs"),
             "--layouts": (layouts, not gpu, "without --gpu: the recipe's own layout is run"),
-            "--steps": (steps, not gpu, "without --gpu, which runs one step"),
+            "--steps": (steps, not gpu, "without --gpu, which runs two steps"),
             "--processes": (processes, not gpu, "without --gpu: each rank runs by itself"),
             "--time-limit": (time_limit, not gpu, "without --gpu"),
             "--out": (out, on == "gpu", "with --on gpu"),

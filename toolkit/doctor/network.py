@@ -4,12 +4,14 @@ import os
 import shlex
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from ipaddress import ip_address
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
+from toolkit.text.redact import redact
 
 _LOOPBACK = "ranks of other machines cannot reach it (pytorch/gloo#223)"
 
@@ -108,7 +110,7 @@ def _master(needed_by: str) -> Iterator[Finding]:
         return
     try:
         resolved = str(socket.getaddrinfo(address, None)[0][4][0])
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         found, cost = f"{address!r} does not resolve: {error}", "ranks find no rank 0"
     else:
         found, cost = f"{address} is {resolved}", _LOOPBACK
@@ -125,8 +127,11 @@ def _wandb_login(needed_by: str) -> Finding:
     """Whether there is a key; never the key."""
     from requests.utils import get_netrc_auth  # by way of wandb
 
-    server = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai"
-    if os.environ.get("WANDB_API_KEY") or get_netrc_auth(server):
+    server, key = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai", None
+    with suppress(ValueError):  # of a .netrc that is no text
+        key = os.environ.get("WANDB_API_KEY") or get_netrc_auth(server)
+    server = redact(server)
+    if key:
         return Finding("W&B login", "ok", f"a key for {server}")
     return Finding(
         "W&B login", "problem", f"no key for {server}", needed_by=needed_by,

@@ -76,7 +76,7 @@ def _nvcc(needed_by: str) -> Iterator[Finding]:
     if answer.done:
         yield Finding("nvcc", "ok", answer.out.splitlines()[-1])
         return
-    _, _, why = answer.out.partition(": ")
+    why = answer.out.partition(": ")[2] or answer.out
     yield Finding(
         "nvcc", "problem", why, cost=_NOT_COMPILED, needed_by=needed_by,
         fix=f"install the toolkit of CUDA {built_for[2:-1]}.{built_for[-1]}, and set CUDA_HOME "
