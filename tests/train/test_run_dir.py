@@ -8,15 +8,20 @@ import shlex
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from transformers import LlamaConfig
 
+from toolkit.checkpoint.export_adapters import saved_lora
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
-from toolkit.recipe.schema import Recipe
+from toolkit.recipe.schema import AdapterSection, Recipe
 from toolkit.run.directory import RunDirectory
 from toolkit.run.rank_log import setup_rank_logging
+from toolkit.train.checkpoints import RunCheckpoints
 
 CANARY = "canary-7d1f2c9b"
 COMMAND = ["dmt", "launch", "a recipe.yaml"]
@@ -207,6 +212,19 @@ def test_rank_logs(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.usefixtures("root_logger")
+def test_checkpoints_with_settings_that_were_removed() -> None:
+    """At their defaults: a longer run continues, adapters are read."""
+    stored = recipe(schedule={"name": "plateau", "plateau": {}}).model_dump(mode="json")
+    stored["schedule"]["plateau"] |= {"threshold": 1e-4, "cooldown": 0}
+    stored["training"] |= {"steps": 4, "tokens": None, "epochs": None}
+    longer = SimpleNamespace(assignment=SimpleNamespace(recipe=recipe()), _warn=print)
+    manifest: Any = SimpleNamespace(recipe=stored, step=2, adapter=None)
+    RunCheckpoints._report_bend(longer, manifest, 6)  # type: ignore[arg-type]
+    adapter = AdapterSection(rank=4, alpha=8).model_dump(mode="json")
+    manifest.adapter = adapter | {"init": "kaiming", "folder": None}
+    assert saved_lora(manifest, LlamaConfig()) is not None
+
+
 def test_other_ranks_do_not_write_to_the_console(tmp_path, capsys):
     setup_rank_logging(RunDirectory(tmp_path), 1)
     logging.getLogger("library").warning("slow")

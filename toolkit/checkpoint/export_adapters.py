@@ -21,6 +21,7 @@ from toolkit.models.adapters.weights import fingerprint
 from toolkit.models.safetensors import TensorToWrite, write_file
 from toolkit.models.weights import WeightSource, checkpoint_names
 from toolkit.recipe.schema import AdapterSection, ModelSection
+from toolkit.removed import without_unset
 
 
 def saved_lora(manifest: Manifest, config: PretrainedConfig) -> Lora | None:
@@ -29,7 +30,8 @@ def saved_lora(manifest: Manifest, config: PretrainedConfig) -> Lora | None:
         return None
     # Earlier releases also stored the folder that the adapters started from.
     section = {key: value for key, value in manifest.adapter.items() if key != "folder"}
-    return Lora.of(AdapterSection.model_validate(section), config.to_dict())
+    stated = AdapterSection.model_validate(without_unset(section, "adapter"))
+    return Lora.of(stated, config.to_dict())
 
 
 def write_peft(
@@ -119,7 +121,7 @@ def base_weights(manifest: Manifest) -> WeightSource:
 
     Raises DataError or CheckpointError if they are missing.
     """
-    model = ModelSection.model_validate(manifest.recipe["model"])
+    model = ModelSection.model_validate(without_unset(manifest.recipe["model"], "model"))
     config = hf.build_config(model)
     if model.checkpoint is not None:
         saved = SavedState(locate(Path(model.checkpoint)).folder)

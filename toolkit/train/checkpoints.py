@@ -31,6 +31,7 @@ from toolkit.models.adapters.lora import lora_of
 from toolkit.models.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.models.weights import WeightSource
 from toolkit.recipe.schema import ScheduleSection, TrainingSection
+from toolkit.removed import without_unset
 from toolkit.run import jsonl
 from toolkit.run.announce import short
 from toolkit.run.assignment import Assignment
@@ -231,7 +232,7 @@ class RunCheckpoints:
     def _report_bend(self, manifest: Manifest, steps: int) -> None:
         """Warn if the run's new length changes the rate at which it continues: schedules decay
         over all steps of a run."""
-        saved, step = manifest.recipe, manifest.step
+        saved, step = without_unset(manifest.recipe), manifest.step
         before = TrainingSection(**saved["training"]).total_steps()
         if before is None or before == steps or step >= steps:
             return
