@@ -45,7 +45,8 @@ def hostile_recipe(text: str) -> Recipe:
     wandb = recipe.logging.wandb.model_copy(update={"project": text})
     logging = recipe.logging.model_copy(update={"wandb": wandb})
     model = recipe.model.model_copy(update={"hub": text})
-    launch = LaunchSection(slurm=SlurmSection(setup=text))
+    slurm = SlurmSection(setup=text, options=("--cpus-per-task=1&(touch|canary)*",))
+    launch = LaunchSection(slurm=slurm)
     update = {"logging": logging, "model": model, "launch": launch}
     return recipe.model_copy(update=update)
 

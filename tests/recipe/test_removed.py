@@ -12,6 +12,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
 from toolkit.removed import COMMANDS, DEFAULTS, SETTINGS, VALUES
 from toolkit.run.changes import changes
+from toolkit.run.directory import RunDirectory, refuse_other_run
 
 BLEND = Path("recipes/tiny/llama-blend.yaml")
 PLAIN = Path("recipes/tiny/llama-bytes.yaml")
@@ -37,6 +38,8 @@ def with_setting(folder: Path, path: str, value: object) -> Path:
     inner[name] = value
     if path.startswith("optimizer.muon."):
         stated["optimizer"]["name"] = "muon"
+    if path.startswith("schedule.plateau."):
+        stated["schedule"]["name"] = "plateau"
     file.write_text(yaml.safe_dump(stated))
     return file
 
@@ -66,6 +69,19 @@ def test_a_removed_setting_that_was_not_set_is_no_change(path: str) -> None:
     for section in reversed(sections):
         old, new = {section: old}, {section: new}
     assert not [*changes(old, new)]
+
+
+def test_a_run_with_a_removed_setting_is_not_told_to_state_it(tmp_path: Path) -> None:
+    recipe = load_recipe(PLAIN, ["schedule.name=plateau", "schedule.plateau={}"])
+    stored = yaml.safe_load(dump_recipe(recipe))
+    stored["schedule"]["plateau"]["cooldown"] = 3
+    run = RunDirectory(tmp_path)
+    run.recipe.write_text(yaml.safe_dump(stored))
+    with pytest.raises(RecipeError) as error:
+        refuse_other_run(run, recipe)
+    (problem,) = error.value.problems
+    assert problem.key == "schedule.plateau.cooldown"
+    assert "--change" not in problem.fix and "old value" not in problem.fix
 
 
 @pytest.mark.parametrize(

@@ -279,6 +279,9 @@ def _differences(
     if unsupported(config) is None:
         model = megatron_model(config)
         made = {**model.transformer, **model.gpt}
+        if rope := made.get("rope_parameters"):
+            made["rotary_base"] = rope["rope_theta"]
+            made["rotary_percent"] = rope["partial_rotary_factor"]
     problems = []
     first = next(iter(found.shape.values()))
     for name, value in fields.items():

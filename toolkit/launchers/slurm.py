@@ -138,7 +138,7 @@ def _script(job: Job) -> Iterator[str]:
     yield "# One `dmt launch` a machine, each with a log of its own."
     stated = _options(job)
     # `srun` does not take the job's.
-    cpus = f" {stated['cpus-per-task']}" if "cpus-per-task" in stated else ""
+    cpus = f" {shlex.quote(stated['cpus-per-task'])}" if "cpus-per-task" in stated else ""
     start = f"srun --output={log} --open-mode=append --kill-on-bad-exit=0{cpus}"
     if job.launch.elastic is not None:
         yield "# In steps of their own: one on all ends when a lost node is back without it."

@@ -12,6 +12,7 @@ from typing import Any
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
+from toolkit.removed import SETTINGS
 from toolkit.run import jsonl
 from toolkit.run.changes import ON_REQUEST, changes, is_within, may_change, shown
 from toolkit.run.environment import environment_report
@@ -153,8 +154,7 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
             key=key,
             found=shown(new_value),
             allowed=f"{shown(old_value)}, as in the run that {run.path} belongs to",
-            fix=f"{_OTHER} for a new run, or the old value to resume"
-            + (f", or --change {key}={shown(new_value)}" if is_within(key, ON_REQUEST) else ""),
+            fix=_fix(key, new_value),
         )
         for key, old_value, new_value in changes(*_stored_and_new(run, recipe))
         if not may_change(key)
@@ -163,6 +163,15 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
     ]
     if problems:
         raise RecipeError(problems)
+
+
+def _fix(key: str, new: object) -> str:
+    if key in SETTINGS:
+        return (
+            f"{_OTHER} for a new run; a release that has this setting can continue the old one"
+        )
+    change = f", or --change {key}={shown(new)}" if is_within(key, ON_REQUEST) else ""
+    return f"{_OTHER} for a new run, or the old value to resume{change}"
 
 
 def request_changes(run: RunDirectory, recipe: Recipe, keys: Sequence[str], step: int) -> None:

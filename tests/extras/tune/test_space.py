@@ -61,6 +61,7 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
         ("optimizer.eps: {low: 2, high: 1}", "optimizer.eps", "more than `low`"),
         ("optimizer.eps: {low: 0, high: 1, log: true}", "optimizer.eps", "> 0"),
         ("optimizer.eps: {low: 1, high: 2, log: true, step: 1}", "optimizer.eps", "`step`"),
+        ("adapter.rank: [4, 8]", "adapter.alpha", "add `alpha:`"),
         ("optimizer.eps: {low: yes, high: 2}", "optimizer.eps", "`low` a number"),
     ],
 )  # fmt: skip
@@ -70,6 +71,16 @@ def test_mistakes(line: str, key: str, fix: str, tmp_path: Path) -> None:
     problem = error.value.problems[0]
     assert (problem.key, problem.line) == (key, 2)
     assert problem.file == str(tmp_path / "space.yaml") and fix in problem.fix, problem
+
+
+def test_values_that_need_those_of_another_setting(tmp_path: Path) -> None:
+    text = """
+schedule.min_learning_rate: [1.0e-2, 1.0e-5]
+optimizer.learning_rate: [1.0e-1, 1.0e-3]
+adapter.rank: [4, 8]
+adapter.alpha: [8, 16]
+"""
+    assert len(space(tmp_path, text)) == 4
 
 
 def test_files_that_are_no_space(tmp_path: Path) -> None:

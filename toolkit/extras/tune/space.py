@@ -75,12 +75,19 @@ def load_space(path: Path, recipe: Path, overrides: Sequence[str] = ()) -> Space
         raise RecipeError([*problems, wrong])
     space: Space = {}
     for key, value in root.data.items():
-        place = root.place((key,))
         try:
             space[key] = _distribution(key, value)
-            problems += _refused(key, value, place, recipe, overrides)
         except ValueError as error:
+            place = root.place((key,))
             problems.append(Problem(key, in_yaml(value), _FORM, str(error), *place))
+    values = {
+        key: value
+        if isinstance(value := root.data[key], list)
+        else [value["low"], value["high"]]
+        for key in space
+    }
+    for key in space:
+        problems += _refused(key, values, root.place((key,)), recipe, overrides)
     if problems:
         raise RecipeError(problems)
     return space
@@ -123,14 +130,22 @@ def _distribution(key: str, value: Any) -> Any:
 
 
 def _refused(
-    key: str, value: Any, place: Location, recipe: Path, overrides: Sequence[str]
-) -> Iterator[Problem]:
-    """The first objection of the recipe to the bounds or choices of a setting."""
-    for one in value if isinstance(value, list) else (value["low"], value["high"]):
-        try:
-            load_recipe(recipe, [*overrides, f"{key}={in_yaml(one)}"])
-        except RecipeError as error:
-            own = [one for one in error.problems if is_inside(one.key, key)]
-            if own:
-                yield replace(own[0], file=place.file, line=place.line)
-                return
+    key: str, values: Mapping[str, list[Any]], place: Location, recipe: Path,
+    overrides: Sequence[str],
+) -> Iterator[Problem]:  # fmt: skip
+    """The first objection of the recipe to a bound or choice of a setting, which it has next
+    to the first values of the others and next to their last ones."""
+    section = key.rpartition(".")[0] or key
+    for one in values[key]:
+        refused = []
+        for end in (0, -1):
+            point = {name: every[end] for name, every in values.items()} | {key: one}
+            stated = [f"{name}={in_yaml(value)}" for name, value in point.items()]
+            try:
+                load_recipe(recipe, [*overrides, *stated])
+            except RecipeError as error:
+                own = (found for found in error.problems if is_inside(found.key, section))
+                refused += [next(own, None)]
+        if len(refused) == 2 and (problem := refused[0] or refused[1]):
+            yield replace(problem, file=place.file, line=place.line)
+            return
