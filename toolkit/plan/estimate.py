@@ -20,7 +20,7 @@ from toolkit.text.units import GIB
 MARGIN = 0.05
 """Share of a layout's predicted memory that must also be free for it to fit with a margin.
 Published peaks differ from predicted ones by 0.5 to 4.0% on average, by source, and 126 of 130
-rehearsed ranks need at most 5% more than predicted (docs/planner.md)."""
+rehearsed ranks need at most 5% more than predicted (docs/how-it-is-tested.md)."""
 Room = Literal["fits", "tight", "does not fit"]
 
 
