@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.conftest import MANIFEST
+from tests.checkpoint.making import MODEL
 from tests.data.chat.families import make_tokenizer
 from tests.models.every_type import tiny
 from tests.models.small import FAMILIES, filled, section
 from tests.plan.making import recipe
 from toolkit.checkpoint.export import export
+from toolkit.checkpoint.export_adapters import base_weights, saved_lora
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, parameter_blocks
 from toolkit.checkpoint.store import CheckpointStore
@@ -123,6 +125,17 @@ def test_a_missing_tensor_is_named_and_nothing_appears(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj.* it has None"):
         export(folder, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+def test_adapters_of_an_earlier_release() -> None:
+    """Their manifest has settings that are gone."""
+    section = {"rank": 4, "alpha": 8.0, "init": "gaussian", "folder": None}
+    model = MODEL.model_dump(mode="json") | {"resize_embeddings": None}
+    stated = {"adapter": section, "model": model, "training": {"seed": 1}}
+    manifest = replace(MANIFEST, recipe=stated)
+    base, lora = base_weights(manifest), saved_lora(manifest, hf.build_config(MODEL))
+    assert lora is not None and lora.section.rank == 4
+    assert "model.norm.weight" in base.shapes
 
 
 def test_a_model_from_nothing_may_use_its_cache(tmp_path: Path) -> None:

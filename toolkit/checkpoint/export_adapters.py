@@ -28,10 +28,10 @@ def saved_lora(manifest: Manifest, config: PretrainedConfig) -> Lora | None:
     """The adapters of a checkpoint of a model with this `config`; None without any."""
     if manifest.adapter is None:
         return None
-    # Earlier releases also stored the folder that the adapters started from.
-    section = {key: value for key, value in manifest.adapter.items() if key != "folder"}
-    stated = AdapterSection.model_validate(without_unset(section, "adapter"))
-    return Lora.of(stated, config.to_dict())
+    # Earlier releases also stored how the adapters started.
+    kept = AdapterSection.model_fields
+    section = {key: value for key, value in manifest.adapter.items() if key in kept}
+    return Lora.of(AdapterSection.model_validate(section), config.to_dict())
 
 
 def write_peft(
