@@ -116,6 +116,8 @@ CHOSEN = {
     ("llama/llama-3.1-70b-pretrain", "64x8xa100-80gb"): ("megatron", "megatron", 1),
     # offload where nothing else leaves a margin
     ("llama/llama-3.2-3b-sft", "1x4xa10g"): ("deepspeed", "hf", 2),
+    # and where only tensor groups over PCIe would, which are slower
+    ("qwen/qwen3-4b-pretrain", "1x4xa10g"): ("deepspeed", "hf", 2),
     # a pipeline over PCIe before tensor groups
     ("mistral/mistral-7b-sft", "1x4xl40s"): ("megatron", "megatron", 0),
 }

@@ -197,6 +197,7 @@ MISTAKES = {
     "missing section": M("-optimizer", "at the top"),
     "missing kind": M("-data.train.kind", "add `kind: text`"),
     "misspelt kind": M("data.train.kind: txt", "did you mean text"),
+    "kind of a file": M("data.train.kind: jsonl", "write `kind: text`"),
     "key of another kind": M("data.train.prefix: a", "set kind to megatron"),
     "one of two betas": M("optimizer.betas: 0.8", "[0.8, 0.95]"),
     "offload as a switch": M("parallel.zero.offload_optimizer: true", "write cpu"),

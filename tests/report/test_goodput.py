@@ -41,6 +41,7 @@ STOPPED_BY_HAND = [
     event(4, "start", step=0),
     event(30, "save", step=10, seconds=1.0, stall_s=1.0),
     event(31, "end", step=10, exit_code=75),
+    event(1002, "change", step=10, key="optimizer.learning_rate", now=1e-4),  # by this launch
     event(1000, "launch"),
     event(1006, "load", step=10, seconds=1.5),
     event(1007, "start", step=10),

@@ -72,8 +72,8 @@ def why(found: Search) -> str:
     if gain < LEAST_GAIN:
         return f"choice: the fastest layout that {able}"
     return (
-        f"choice: the simplest layout that {able} and is at most {WORTH:.0%} slower than the "
-        f"fastest one: {layout_text(*fastest.pair, fastest.layout)}, {gain:.1%} faster"
+        f"choice: the simplest layout that {able} and costs at most {WORTH:.0%} of speed; the "
+        f"fastest one, {layout_text(*fastest.pair, fastest.layout)}, takes {gain:.1%} less time"
     )
 
 

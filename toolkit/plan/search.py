@@ -143,7 +143,8 @@ class Search:
 
 def search(job: PlanRequest, cluster: Cluster) -> Search:
     """Search every layout of `job` on `cluster`; fallbacks that cost speed only if nothing fits
-    without them, and offload also if nothing with a margin of memory is chosen without it.
+    without them, and offload also next to tensor groups over slow links, or if nothing with a
+    margin of memory is chosen without it.
 
     Raises PlanError if no layout suits the model or spreads the batch.
     """
@@ -158,14 +159,15 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
     first, on_cpu = found.fallback, cluster.gpu.memory_gib is None
     if on_cpu or not found.fits:  # a CPU would offload to its own memory
         return found
+    wide = first.offload == tried[0].offload and first != tried[0]
     for one in tried[tried.index(first) + 1 :]:
-        if found.best.room == "fits":
+        if found.best.room == "fits" and not wide:
             break
         same = one._replace(largest_tensor=first.largest_tensor)
         if one.offload == first.offload or one.context != first.context:
             continue
         if (other := _search(job, cluster, same)) is not None:
-            found = replace(found, partial=(*found.partial, *other.partial))
+            found, wide = replace(found, partial=(*found.partial, *other.partial)), False
     return found
 
 

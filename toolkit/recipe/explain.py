@@ -134,8 +134,10 @@ class _Explanation:
 
     def wrong_kind(self, path: KeyPath) -> Problem:
         kinds, here = self.settings[setting_of(path)].kinds, (*path, "kind")
-        fix = _similar(self.stated.at(here), [*kinds]) or f"add `kind: {next(iter(kinds))}`"
-        return self.problem(here, self.stated.text(here), f"one of {', '.join(kinds)}", fix)
+        allowed = f"one of {', '.join(kinds)}"
+        add = "add" if self.stated.at(here) is None else "write"
+        fix = _similar(self.stated.at(here), [*kinds]) or f"{add} `kind: {next(iter(kinds))}`"
+        return self.problem(here, self.stated.text(here), allowed, fix)
 
     def missing(self, path: KeyPath) -> Problem:
         section = dotted(path[:-1])

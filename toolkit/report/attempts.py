@@ -81,6 +81,8 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
     """
     found: list[Attempt] = []
     for event in filter(_timed, events):
+        if event["kind"] == "change":
+            continue  # recorded before the `launch` that it belongs to
         again = event["kind"] == "start" and found and found[-1].started is not None
         if begins(event) or again or not found:
             automatic = event["kind"] == "restart"

@@ -154,7 +154,7 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
             key=key,
             found=shown(new_value),
             allowed=f"{shown(old_value)}, as in the run that {run.path} belongs to",
-            fix=_fix(key, new_value),
+            fix=_fix(key, old_value, new_value),
         )
         for key, old_value, new_value in changes(*_stored_and_new(run, recipe))
         if not may_change(key)
@@ -165,13 +165,13 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
         raise RecipeError(problems)
 
 
-def _fix(key: str, new: object) -> str:
+def _fix(key: str, old: object, new: object) -> str:
     if key in SETTINGS:
         return (
             f"{_OTHER} for a new run; a release that has this setting can continue the old one"
         )
     change = f", or --change {key}={shown(new)}" if is_within(key, ON_REQUEST) else ""
-    return f"{_OTHER} for a new run, or the old value to resume{change}"
+    return f"{_OTHER} for a new run, or {key}: {shown(old)} to resume{change}"
 
 
 def request_changes(run: RunDirectory, recipe: Recipe, keys: Sequence[str], step: int) -> None:
