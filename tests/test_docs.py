@@ -175,7 +175,7 @@ def test_every_command_is_run() -> None:
     verbs = {command.split()[0] for command in COMMANDS}
     assert verbs == {
         "init", "check", "plan", "render", "rehearse", "launch", "data", "doctor",
-        "recipes", "schema", "tune",
+        "recipes", "schema",
     }  # fmt: skip
 
 
