@@ -61,7 +61,7 @@ OF_EVERY_KIND = (
 )  # fmt: skip
 """Saved buffers, another name of the embedding, renamed, stacked and split tensors."""
 OTHERS = sorted({*model_types} - {*FAMILIES, *OF_EVERY_KIND})
-TOO_LARGE = ("blt", "dbrx", "fuyu", "gemma4_text", "gemma4_unified_assistant")
+TOO_LARGE = ("dbrx", "gemma4_unified_assistant")
 """No small config is known, or not one that transformers builds."""
 MIXED = ("hrm_text", "inkling2_text")
 """transformers mixes the elements of a tensor when it saves them."""

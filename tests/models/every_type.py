@@ -52,9 +52,18 @@ SIZES: Mapping[str, Any] = {
 FOUR_LAYERS = {"num_hidden_layers": 4}
 """One with attention among those with a recurrent state."""
 ONE_OF_EACH = {"layer_types": ["linear_attention", "full_attention"]}
+_PART = {
+    "vocab_size": VOCABULARY, "hidden_size": 64, "hidden_size_global": 64,
+    "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "max_position_embeddings": 64,
+}  # fmt: skip
+"""The sizes of a config that is a part of another one."""
 SPECIAL: Mapping[str, Mapping[str, Any]] = {
     "bailing_hybrid": {"layer_group_size": 2},
     "bamba": {"attn_layer_indices": [1]},
+    "blt": {"max_position_embeddings": 64, "encoder_hash_byte_group_vocab": 100} | {
+        f"{part}_config": _PART for part in ("patcher", "encoder", "decoder", "global")
+    },
     "cohere_compass_text": {"rope_parameters": {"full_attention": {
         "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2],
     }}},
@@ -65,10 +74,14 @@ SPECIAL: Mapping[str, Mapping[str, Any]] = {
         "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
         "mamba_chunk_size": 16,
     },
+    "fuyu": {
+        "image_size": 32, "patch_size": 8, "text_config": {"model_type": "persimmon", **_PART},
+    },
     "gemma3n_text": {
         "num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCABULARY,
         "hidden_size_per_layer_input": 8,
     },
+    "gemma4_text": {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY},
     "glm4_moe_lite": {"head_dim": None, "num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": ONE_OF_EACH,

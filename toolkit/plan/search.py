@@ -24,7 +24,7 @@ from toolkit.plan.space import Fallback, PartialLayout, fallbacks, no_layout, pa
 TIE = 0.03
 """Layouts whose predicted times differ by less count as equally fast. Measured ratios of two
 layouts of one job differ from predicted ones by 0.7 to 4.2% on average in the published
-measurements of three sources (docs/planner.md)."""
+measurements of three sources (docs/how-it-is-tested.md)."""
 WORTH = 0.1
 """A layout with a margin of memory, or of a simpler kind, is chosen before one that is up to so
 much faster."""

@@ -122,7 +122,7 @@ TABLE: Mapping[str, Constant] = {
     "straggler": Constant(0.0044, "calibrated: all sources with several nodes", 0.005, 0.5),
     # Memory that PyTorch's allocator holds beyond what is allocated at the peak, as a share of
     # it: blocks are split, rounded up and not always reused. While there is room it reserves
-    # more; the minimum overhead is below 1% with expandable segments (docs/planner.md).
+    # more.
     "allocator.reserve": Constant(
         0.07, "measured: torchtitan's reserved peaks with torch.compile on 8 and 128 H100"
     ),
