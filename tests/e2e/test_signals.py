@@ -48,7 +48,7 @@ def test_a_signal_while_training(project: Project, stop: Callable[[Command], Non
 
 def test_a_worker_without_a_launcher_saves_and_stops(project: Project):
     """Where a launcher passes a signal on, or a scheduler sends it to the rank itself."""
-    run_dir = project.folder / "single"
+    run_dir = project.folder / "worker-alone"
     changes = {**ENDLESS, "cluster.gpus_per_node": 1}
     argv = tool("python", WORKER, project.recipe, "--run-dir", run_dir, *settings(changes))
     with started(argv, project.folder) as command:

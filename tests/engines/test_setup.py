@@ -34,7 +34,7 @@ def test_one_queue_to_the_gpu_for_tensor_parallel_alone(
 @pytest.mark.parametrize(
     ("checkpoint", "told"),
     [
-        ({"rope_parameters": LINEAR}, "rope_parameters = None.* means {.*'linear'"),
+        ({"rope_parameters": LINEAR}, "rope_parameters = {.*'default'.* means {.*'linear'"),
         ({"rms_norm_eps": 1e-5}, "layernorm_epsilon = 1e-06.* means 1e-05"),
     ],
 )
