@@ -140,10 +140,8 @@ def losses(suite: Suite, folder: Path, options: Options) -> Iterator[Check]:
             "kernels.fp8": "rowwise" if numbers == "fp8" else None,
         }
         recipe, bounds = small.with_values(changes), BOUNDS[numbers]
-        step, bound = (
-            f"{suite.recipe.name} {numbers}",
-            f"loss {bounds[0]:g}, norm {bounds[1]:g}",
-        )
+        step = f"{suite.recipe.name} {numbers}"
+        bound = f"loss {bounds.loss:g}, norm {bounds.grad_norm:g}"
         skipped = []
         for layout in layouts:
             at = folder / numbers / layout.name

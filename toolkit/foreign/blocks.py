@@ -15,7 +15,7 @@ from toolkit.foreign.carry import (
     relative_to_file,
 )
 from toolkit.foreign.tables import tool
-from toolkit.text.dotted import leaves
+from toolkit.text.dotted import is_within, leaves
 
 _STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 
@@ -47,7 +47,7 @@ def deepspeed(file: JsonFile, prefix: str = "") -> Found:
             prefix + key, value, str(file.path), file.lines.get(prefix + key, 0)
         )
         for key, value in leaves(file.values)
-        if not any(key == one or key.startswith(f"{one}.") for one in wrong)
+        if not is_within(key, wrong)
     }
     found = carry(table, settings)
     for key, problem in wrong.items():

@@ -93,10 +93,8 @@ def _lines(
     indent = "  " * prefix.count(".")
     for name, value in values.items():
         key, line = f"{prefix}{name}", f"{indent}{name}: {in_yaml(value)}"
-        comment, inside = (
-            comments.get(key, ""),
-            any(one.startswith(f"{key}.") for one in comments),
-        )
+        comment = comments.get(key, "")
+        inside = any(one.startswith(f"{key}.") for one in comments)
         items = value if isinstance(value, list | tuple) else ()
         if isinstance(value, Mapping) and value and (inside or len(line) > _LINE):
             yield _with_comment(f"{indent}{name}:", comment)

@@ -18,6 +18,7 @@ from toolkit.recipe.section import Section
 from toolkit.recipe.words import Setting, members, plain_text, schema_of, settings
 from toolkit.recipe.yaml_text import KeyPath, NumberError, Stated, dotted, resolve_plain
 from toolkit.removed import SETTINGS, VALUES
+from toolkit.text.dotted import is_within
 from toolkit.text.suggest import closest
 
 MAX_PROBLEMS = 100
@@ -84,7 +85,7 @@ class _Explanation:
             elif kind != "missing" and path not in lists:
                 problems.append(self.wrong_value(path, kind))
         for path, kind in kinds.items():
-            if kind == "missing" and not any(is_inside(key, dotted(path)) for key in meant):
+            if kind == "missing" and not any(is_within(key, [dotted(path)]) for key in meant):
                 problems.append(self.missing(path))
         return problems
 
@@ -208,11 +209,6 @@ class _Explanation:
 def setting_of(path: KeyPath) -> str:
     """`("data", "train", 0, "path")` → `data.train.path`: its name in `settings()`."""
     return ".".join(part for part in path if isinstance(part, str))
-
-
-def is_inside(key: str, section: str) -> bool:
-    """Whether a dotted key is a section or setting, or in it."""
-    return key == section or key.startswith((f"{section}.", f"{section}["))
 
 
 def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:

@@ -1,11 +1,12 @@
 """Which settings may differ between the starts of a run, and which do."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import LENGTH_SETTINGS
 from toolkit.removed import without_unset
+from toolkit.text.dotted import is_within
 
 MAY_CHANGE = (
     *LENGTH_SETTINGS,
@@ -49,11 +50,6 @@ def is_stated(value: object) -> bool:
 def may_change(key: str) -> bool:
     """Whether a resumed run may change this setting."""
     return is_within(key, MAY_CHANGE)
-
-
-def is_within(key: str, settings: Sequence[str]) -> bool:
-    """Whether a dotted key is one of these settings, or of their sections."""
-    return any(key == one or key.startswith(f"{one}.") for one in settings)
 
 
 def changes(old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:

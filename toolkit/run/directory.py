@@ -14,12 +14,13 @@ from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.removed import SETTINGS
 from toolkit.run import jsonl
-from toolkit.run.changes import ON_REQUEST, changes, is_within, may_change, shown
+from toolkit.run.changes import ON_REQUEST, changes, may_change, shown
 from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.run.recorded import parse_recipe, read_events
 from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import read_bytes
+from toolkit.text.dotted import is_within
 from toolkit.text.redact import redact
 
 _OTHER = "--run-dir OTHER"

@@ -1,6 +1,6 @@
 """Settings in nested maps by their dotted names: `data.train.path`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 
@@ -36,3 +36,8 @@ def put(values: dict[str, Any], key: str, value: object) -> None:
             values[section] = {}
         values = values[section]
     values[name] = value
+
+
+def is_within(key: str, sections: Iterable[str]) -> bool:
+    """Whether a dotted key is one of these sections or settings, or in one."""
+    return any(key == one or key.startswith((f"{one}.", f"{one}[")) for one in sections)

@@ -17,11 +17,11 @@ from typing import Any
 from toolkit.errors import Problem, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import in_yaml
-from toolkit.recipe.explain import is_inside
 from toolkit.recipe.words import settings
 from toolkit.recipe.yaml_text import MAX_BYTES, WHOLE_FILE, Location, parse
 from toolkit.system.install import optional
 from toolkit.system.untrusted import read_bytes
+from toolkit.text.dotted import is_within
 
 Space = dict[str, Any]
 """Optuna's distribution of each setting; choices as a recipe states them, on one line."""
@@ -96,7 +96,7 @@ def load_space(path: Path, recipe: Path, overrides: Sequence[str] = ()) -> Space
 def _distribution(key: str, value: Any) -> Any:
     """Raises ValueError, whose text is a fix, for what is no range and no choices."""
     distributions = optional("optuna", "tune", "dmt tune: optuna").distributions
-    if any(key == one or key.startswith(f"{one}.") for one in _SAME_FOR_ALL):
+    if is_within(key, _SAME_FOR_ALL):
         raise ValueError("remove it: it must be the same in all trials")
     if isinstance(value, list):
         choices = tuple(map(in_yaml, value))
@@ -144,7 +144,7 @@ def _refused(
             try:
                 load_recipe(recipe, [*overrides, *stated])
             except RecipeError as error:
-                own = (found for found in error.problems if is_inside(found.key, section))
+                own = (found for found in error.problems if is_within(found.key, [section]))
                 refused += [next(own, None)]
         if len(refused) == 2 and (problem := refused[0] or refused[1]):
             yield replace(problem, file=place.file, line=place.line)
