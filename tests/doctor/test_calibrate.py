@@ -17,13 +17,13 @@ from toolkit.doctor import speeds
 from toolkit.doctor.calibrate import (
     HEADER,
     Machine,
-    catalogue_name,
     check_known,
     cluster_text,
     this_machine,
 )
 from toolkit.doctor.speeds import Speeds
 from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.plan.hardware.catalogue import name_of_device
 from toolkit.plan.hardware.cluster_file import load_cluster
 from toolkit.text.generated import check_out
 
@@ -47,15 +47,10 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     assert measured.memory_bytes_per_s == pytest.approx(1.23e10)
     assert cluster.node_link.measured_bytes_per_s == pytest.approx(4.56e8)
     assert cluster.node_link.kind == "shared"
-
-
-def test_one_process_has_no_link(tmp_path: Path) -> None:
-    alone = Speeds(1, {"fp32": 1e11}, 1e10, None)
-    file = tmp_path / "cluster.yaml"
+    alone = Speeds(1, {"fp32": 1e11}, 1e10, None)  # no ring of one process
     file.write_text(cluster_text(Machine("h100-80gb", 1), alone))
-    cluster = load_cluster(file)
-    assert cluster.node_link.measured_bytes_per_s is None
-    assert cluster.node_link.kind == "nvlink"
+    link = load_cluster(file).node_link
+    assert link.measured_bytes_per_s is None and link.kind == "nvlink"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +75,7 @@ def test_one_process_has_no_link(tmp_path: Path) -> None:
     ],
 )
 def test_drivers_names(device: str, expected: str) -> None:
-    assert catalogue_name(device) == expected
+    assert name_of_device(device) == expected
     check_known(Machine(expected, 2))
 
 
@@ -89,7 +84,7 @@ def test_drivers_names(device: str, expected: str) -> None:
 )
 def test_unknown_devices_are_calibrated_by_nobody(device: str) -> None:
     with pytest.raises(BackendUnavailable, match=device):
-        check_known(Machine(catalogue_name(device), 2))
+        check_known(Machine(name_of_device(device), 2))
 
 
 def test_processes_are_bounded_by_the_machine() -> None:

@@ -12,9 +12,8 @@ from packaging.version import Version
 
 from tests.processes import ROOT
 from toolkit.doctor import accelerators, network, packages, storage, toolchain
-from toolkit.doctor.finding import Finding
+from toolkit.doctor.finding import Answer, Finding
 from toolkit.doctor.needs import Needs, needs_of
-from toolkit.doctor.probe import Answer
 from toolkit.intake.load import load_recipe
 from toolkit.system.compilers import file_system
 

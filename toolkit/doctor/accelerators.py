@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from toolkit.doctor.finding import Finding, lacking
+from toolkit.doctor.finding import Finding, ask, ask_python, is_installed, lacking
 from toolkit.doctor.needs import Needs
-from toolkit.doctor.probe import ask, ask_python, is_installed
 from toolkit.text.units import GIB
 
 OLDEST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}

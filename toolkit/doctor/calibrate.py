@@ -5,7 +5,6 @@ The planner uses the file's `measured` speeds instead of data sheets (`--cluster
 
 import json
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -18,50 +17,20 @@ from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError, RunFailed
 from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
-from toolkit.plan.hardware.catalogue import GIGA, GPUS, TERA
+from toolkit.plan.hardware.catalogue import GIGA, GPUS, TERA, name_of_device
 from toolkit.recipe.schema import ClusterSection
 from toolkit.text.terminal import tell
 from toolkit.text.units import GIB
 
 HEADER = "# Written by `dmt doctor --calibrate`"
 
-
-_DEVICES = (
-    (r"v100-sxm.*32gb", "v100-32gb"),
-    (r"a100-sxm.*40gb", "a100-40gb"),
-    (r"a100-sxm.*80gb", "a100-80gb"),
-    (r"a100-pcie-40gb", "a100-40gb-pcie"),
-    (r"a100 80gb pcie|a100-pcie-80gb", "a100-80gb-pcie"),
-    (r"h100 80gb hbm3", "h100-80gb"),
-    (r"h100.*96gb", "h100-96gb"),
-    (r"h100 pcie", "h100-80gb-pcie"),
-    (r"\bh200", "h200"),
-    (r"\bgb200", "gb200"),
-    (r"\bb200", "b200"),
-    (r"\bb300", "b300"),
-    (r"\bgh200 480gb", "gh200"),
-    (r"\bh20\b", "h20"),
-    (r"\bl40s", "l40s"),
-    (r"\bl4\b", "l4"),
-    (r"rtx 3090$", "rtx3090"),
-    (r"rtx 4090$", "rtx4090"),
-    (r"rtx 5090$", "rtx5090"),
-    (r"rtx a6000", "a6000"),
-    (r"\ba10g", "a10g"),
-    (r"\ba10\b", "a10"),
-    (r"\bt4\b", "t4"),
-    (r"mi300x", "mi300x"),
-)
-"""What drivers call the accelerators of the catalogue."""
 _GENERATIONS = (
     ((7, 0), "v100-32gb"),
     ((7, 5), "t4"),
     ((8, 0), "a100-80gb"),
-    ((8, 6), "a6000"),
     ((8, 9), "l40s"),
     ((9, 0), "h100-80gb"),
     ((10, 0), "b200"),
-    ((12, 0), "rtx5090"),
 )
 """From which CUDA capability on a GPU is like one of the catalogue."""
 
@@ -88,7 +57,7 @@ def this_machine(processes: int | None) -> Machine:
     usual = min(2, cores)
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        name = catalogue_name(properties.name)
+        name = name_of_device(properties.name)
         most, of = torch.cuda.device_count(), "GPUs"
         usual = most
     if processes is not None and not 1 <= processes <= most:
@@ -97,16 +66,6 @@ def this_machine(processes: int | None) -> Machine:
             fix=f"--processes {most}",
         )
     return Machine(name, processes or usual)
-
-
-def catalogue_name(device: str) -> str:
-    """The catalogue's name of a device that calls itself e.g. `NVIDIA A100-SXM4-40GB`; the
-    device's own where the catalogue has none like it.
-    """
-    for pattern, name in _DEVICES:
-        if re.search(pattern, device.lower()):
-            return name
-    return device
 
 
 def check_known(machine: Machine, option: str = "--calibrate") -> None:

@@ -16,9 +16,8 @@ from packaging.version import InvalidVersion, Version
 
 import toolkit
 from toolkit.backend import BACKENDS
-from toolkit.doctor.finding import Finding
+from toolkit.doctor.finding import Finding, ask_python, is_installed
 from toolkit.doctor.needs import Needs
-from toolkit.doctor.probe import ask_python, is_installed
 from toolkit.launchers import LAUNCHERS
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.run.trackers import TRACKERS

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-from toolkit.doctor.finding import Finding, lacking
+from toolkit.doctor.finding import Finding, ask_python, is_installed, lacking
 from toolkit.doctor.needs import Needs
-from toolkit.doctor.probe import ask_python, is_installed
 from toolkit.engines.deepspeed.ops import (
     ON_GPU,
     build_folder,

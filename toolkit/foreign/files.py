@@ -130,21 +130,19 @@ def _recognised(path: Path) -> tuple[ForeignTool, JsonFile]:
 
 
 def _by_names(file: JsonFile) -> tuple[ForeignTool, JsonFile]:
-    """By whose names its top-level keys are, most of them."""
-    blocks = any(
-        isinstance(file.values.get(key), Mapping) for key in ("fp16", "bf16", "optimizer")
-    )
-    scores = {one: len(one.recognise & file.values.keys()) for one in tools() if one.recognise}
-    of_trainer = tool("trainer")
-    own = {one: score for one, score in scores.items() if one is not of_trainer and score}
-    if "deepspeed_config" not in file.values and blocks:
-        own[tool("deepspeed")] = scores[tool("deepspeed")] + 2
-    best = max(own, key=lambda one: own[one], default=of_trainer)
-    if best is not of_trainer or scores[of_trainer]:
-        return best, file
+    """By whose table has most of its top-level names."""
     if {"model", "training", "data", "extends"} & file.values.keys():
-        raise _NoKind("a recipe")
-    raise _NoKind(f"settings {', '.join(list(file.values)[:5]) or 'none'}")
+        raise _NoKind("a recipe, or a format that dmt does not read")
+    scores = {one: one.known(file.values) for one in tools()}
+    blocks = (file.values.get(key) for key in ("fp16", "bf16", "optimizer"))
+    if "deepspeed_config" not in file.values and any(
+        isinstance(one, Mapping) for one in blocks
+    ):
+        scores[tool("deepspeed")] += 2
+    best = max(scores, key=lambda one: scores[one])
+    if not scores[best]:
+        raise _NoKind(f"settings {', '.join(list(file.values)[:5]) or 'none'}")
+    return best, file
 
 
 def _text(path: Path) -> str:

@@ -17,11 +17,7 @@ def _trainer(found: Found, settings: Settings, file: JsonFile) -> None:
     _model(found, settings, "model_name_or_path", "config_name")
     _reports(found, settings.get("report_to"))
     _schedule(found, settings, "lr_scheduler_type")
-    _intervals(found, settings)
-    if (loss_on := settings.get("assistant_only_loss")) and loss_on.value is False:
-        found.put("data.train.loss_on", "all", loss_on)
-    if (packing := settings.get("packing")) and packing.value is True:
-        found.put("data.packing", "greedy", packing)
+    _evaluations(found, settings.get("eval_strategy"))
     names = ("deepspeed", "fsdp", "fsdp_config")
     add_engine(found, file, *(settings.get(name) for name in names))
     _optimizer(found)
@@ -82,7 +78,7 @@ def _llama_factory(found: Found, settings: Settings, file: JsonFile) -> None:
         found.drop(pure, "master weights and optimizer states are in fp32")
     _packing(found, settings, objective)
     datasets.llama_factory(found, settings, file, objective)
-    _trainer(found, {**settings, "packing": at}, file)
+    _trainer(found, settings, file)
 
 
 def _packing(found: Found, settings: Settings, objective: str) -> None:
@@ -156,20 +152,15 @@ def _schedule(found: Found, settings: Settings, name: str) -> None:
                 found.drop(one.at, "not in effect: a constant schedule", changes=False)
 
 
-def _intervals(found: Found, settings: Settings) -> None:
-    """Validations and checkpoints at numbers of steps."""
-    for name, key in {
-        "eval_strategy": "evaluation.every_steps",
-        "save_strategy": "checkpoint.every_steps",
-        "logging_strategy": "logging.every_steps",
-    }.items():
-        at = settings.get(name)
-        if at is None or at.value in OFF:
-            continue
-        if at.value != "steps":
-            found.drop(at, f"{key} is a number of steps", changes=False)
-        elif name == "eval_strategy" and key not in found.values:
-            found.put(key, found.number("logging.every_steps", 500), at)
+def _evaluations(found: Found, at: ForeignSetting | None) -> None:
+    """Validations at numbers of steps, by default those at which losses are logged."""
+    key = "evaluation.every_steps"
+    if at is None or at.value in OFF:
+        return
+    if at.value != "steps":
+        found.drop(at, f"{key} is a number of steps", changes=False)
+    elif key not in found.values:
+        found.put(key, found.number("logging.every_steps", 500), at)
 
 
 def _optimizer(found: Found) -> None:

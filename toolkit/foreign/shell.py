@@ -6,7 +6,7 @@ count. What only the shell knows stays as it is written, with its dollar sign.
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from toolkit.errors import Problem, RecipeError
 
@@ -39,22 +39,21 @@ class Flag:
 
     name: str
     """With its dashes, as written."""
-    values: tuple[str, ...]
+    values: tuple[str, ...] = ()
     """Empty for a switch."""
-    line: int
+    line: int = 0
+    """Where its name first stands in the script, not where a variable is used; else 0."""
 
 
 @dataclass(frozen=True)
 class _Word:
     text: str
-    line: int
     is_operator: bool = False
 
 
 @dataclass
 class _Shell:
     variables: dict[str, list[str]] = field(default_factory=dict)
-    lines: dict[str, int] = field(default_factory=dict)
     flags: list[Flag] = field(default_factory=list)
     undecided: list[Flag] = field(default_factory=list)
 
@@ -65,28 +64,30 @@ def read_flags(text: str, file: str) -> tuple[list[Flag], list[Flag]]:
     shell = _Shell()
     _run(shell, [*_words(text, file)])
     if not shell.flags:  # nothing starts a program: the variables are all there is
-        every = ((one, shell.lines[name]) for name, v in shell.variables.items() for one in v)
-        shell.flags = _flags((part, line) for one, line in every for part in one.split())
-    places: dict[str, int] = {}  # where a flag stands, not where its variable is used
+        every = (one for values in shell.variables.values() for one in values)
+        shell.flags = _flags(part for one in every for part in one.split())
+    places: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         for name in _FLAG.findall(line):
             places.setdefault(name, number)
-    placed = [Flag(one.name, one.values, places.get(one.name, one.line)) for one in shell.flags]
-    return placed, shell.undecided
+
+    def placed(flags: list[Flag]) -> list[Flag]:
+        return [replace(one, line=places.get(one.name, 0)) for one in flags]
+
+    return placed(shell.flags), placed(shell.undecided)
 
 
 def _words(text: str, file: str) -> Iterator[_Word]:
-    position, line = 0, 1
+    position = 0
     while position < len(text):
         found = _TOKEN.match(text, position)
         if found is None:
-            what = "a quotation that does not end"
+            what, line = "a quotation that does not end", text.count("\n", 0, position) + 1
             raise RecipeError(
                 [Problem("arguments", what, "one that does", "close it", file, line)]
             )
         if found.lastgroup != "space":
-            yield _Word(found[0], line, found.lastgroup == "operator")
-        line += found[0].count("\n")
+            yield _Word(found[0], found.lastgroup == "operator")
         position = found.end()
 
 
@@ -94,7 +95,7 @@ def _commands(words: list[_Word]) -> Iterator[tuple[list[_Word], str]]:
     """Each command, with the operator before it; arrays and tests stay whole."""
     command: list[_Word] = []
     before, depth = "\n", 0
-    for word in [*words, _Word("\n", 0, True)]:
+    for word in [*words, _Word("\n", True)]:
         depth += (
             (word.text in ("(", "[[")) - (word.text in (")", "]]")) if word.is_operator else 0
         )
@@ -148,8 +149,9 @@ def _run(shell: _Shell, words: list[_Word]) -> None:
         if alive and command:
             status = _execute(shell, command)
         elif alive is None:
-            names = ((name, one.line) for one in command for name in _FLAG.findall(one.text))
-            shell.undecided += [Flag(name, (), line) for name, line in names]
+            shell.undecided += [
+                Flag(name) for one in command for name in _FLAG.findall(one.text)
+            ]
 
 
 def _execute(shell: _Shell, command: list[_Word]) -> bool | None:
@@ -163,21 +165,20 @@ def _execute(shell: _Shell, command: list[_Word]) -> bool | None:
             size = len(command)
             value = shell.variables.get(name, []) + value if more else value
         else:
-            text = " ".join(_expand(shell, _Word(rest, 0), splits=False))
+            text = " ".join(_expand(shell, _Word(rest), splits=False))
             value = ["".join((*shell.variables.get(name, []), text))] if more else [text]
             size = 1
-        shell.variables[name], shell.lines[name] = value, command[0].line
+        shell.variables[name] = value
         command = command[size:]
     if command and command[0].text in ("[[", "[", "test"):
         return _test(shell, command[1:])
-    fields = [(one, word.line) for word in command for one in _expand(shell, word)]
-    for text, line in fields:
+    fields = [one for word in command for one in _expand(shell, word)]
+    for text in fields:
         if " " in text and ".py" in text and "--" in text:  # a command for another shell
-            fields = [(one, line) for one in text.split()]
-    names = [one for one, _ in fields]
-    programs = [index for index, one in enumerate(names) if one.endswith(".py")]
-    if "torchrun" in names or programs or (names and _FLAG.match(names[0])):
-        start = names.index("torchrun") if "torchrun" in names else min(programs, default=0)
+            fields = text.split()
+    programs = [index for index, one in enumerate(fields) if one.endswith(".py")]
+    if "torchrun" in fields or programs or (fields and _FLAG.match(fields[0])):
+        start = fields.index("torchrun") if "torchrun" in fields else min(programs, default=0)
         shell.flags += _flags(fields[start:])
     return True
 
@@ -246,16 +247,16 @@ def _computed(first: str, sign: str, second: str) -> str:
     return str(results[sign] if sign in results else one // max(1, other))
 
 
-def _flags(fields: Iterable[tuple[str, int]]) -> list[Flag]:
+def _flags(fields: Iterable[str]) -> list[Flag]:
     flags: list[Flag] = []
     is_open = False
-    for text, line in fields:
+    for text in fields:
         if _FLAG.match(text):
             name, equals, value = text.partition("=")
-            flags.append(Flag(name, (value,) if equals else (), line))
+            flags.append(Flag(name, (value,) if equals else ()))
             is_open = not equals
         elif text.endswith(".py"):
             is_open = False
         elif is_open:
-            flags[-1] = Flag(flags[-1].name, (*flags[-1].values, text), flags[-1].line)
+            flags[-1] = replace(flags[-1], values=(*flags[-1].values, text))
     return flags

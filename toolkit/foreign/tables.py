@@ -7,7 +7,7 @@ and have no counterpart, by reason, `ignored` those that do not, `rules` what co
 (`rules.py`), `renamed` older names. A name may be a pattern: `--log-*`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
@@ -16,8 +16,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-TOOLS = ("deepspeed", "accelerate", "llama_factory", "axolotl", "trainer", "megatron_lm")
-"""In the order in which a file is recognised."""
+TOOLS = ("deepspeed", "accelerate", "trainer", "llama_factory", "axolotl", "megatron_lm")
+"""Of two that know as many names of a file, it is the first one's."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,6 @@ class ForeignTool:
     key: str
     name: str
     form: str
-    recognise: frozenset[str]
     rows: Mapping[str, ForeignRow]
     must_be: Mapping[str, list[Any]]
     assume: Mapping[str, Any]
@@ -82,6 +81,11 @@ class ForeignTool:
             self.rules | self.ignored | self.other_shape
             | {*self.rows, *self.changes, *self.must_be, *self.shape}
         )  # fmt: skip
+
+    def known(self, names: Iterable[str]) -> int:
+        """How many of a file's top-level names it has."""
+        own = {*self.renamed, *(one.partition(".")[0] for one in self.names)}
+        return sum(any(fnmatchcase(name, one) for one in own) for name in names)
 
     def change(self, name: str) -> str:
         """Why a setting changes what is learned; empty for one that is not listed."""
@@ -109,7 +113,6 @@ def tool(key: str) -> ForeignTool:
         key=key,
         name=given["tool"],
         form=given["form"],
-        recognise=_names(given.get("recognise")),
         rows={name: _row(row) for name, row in given["carry"].items()},
         must_be=given.get("must_be", {}),
         assume=given.get("assume", {}),

@@ -163,10 +163,10 @@ def _run(study: Study) -> bool:
         update(completed=done)
 
         def on_end(one: TrialRecord) -> None:
-            texts = {name: text(one) for name, text in study.columns.items()}
+            texts = ", ".join(f"{name} {text(one)}" for name, text in study.columns.items())
             outcome = "" if one.measured else f"{_outcome(one)}; "
             update(completed=len(study.counted()))
-            tell(f"trial {one.number}: {outcome}{study.line.format(**texts)}")
+            tell(f"trial {one.number}: {outcome}{texts}")
 
         return study.run(on_end)
 

@@ -98,8 +98,7 @@ class LayoutStudy(Study):
     """A trial of a layout measures its seconds per step, the lower quartile: what else the
     machine does only adds to them."""
 
-    measures, line = "step_time_s", "{measured} (predicted {predicted})  {layout}"
-    whole = False
+    measures, whole = "step_time_s", False
     fatal = FAILURES  # another layout may need less memory
     columns: ClassVar = {
         "layout": lambda one: one.details["layout"],

@@ -23,8 +23,7 @@ _REDUCTION = 2
 class SearchStudy(Study):
     """A trial of a point measures the loss at its end."""
 
-    measures, line = "loss", "loss {loss} after {steps} steps  {settings}"
-    whole = True
+    measures, whole = "loss", True
     fatal = (*FAILURES, "out_of_memory", "diverged")
     columns: ClassVar = {
         "steps": lambda one: f"{one.steps:,}",

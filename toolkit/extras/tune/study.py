@@ -102,9 +102,7 @@ class Study(ABC):
     may run trials at once. Otherwise a trial ends at step `end`, a killed one is repeated from
     its first step, and one process has the folder."""
     columns: ClassVar[Mapping[str, Callable[[TrialRecord], str]]]
-    """What a table of trials says of each."""
-    line: ClassVar[str]
-    """What is printed of a trial that ended: a template of the columns."""
+    """What is printed of each trial."""
     fatal: ClassVar[Sequence[str]]
     """Endings of which many, before any trial was measured, give the tuning up."""
     end: int

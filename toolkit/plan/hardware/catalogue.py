@@ -133,46 +133,48 @@ _HOST = Surroundings(1, link("shared", 5), _GBE_10, 64, 20e9, 3.2e9, 40e9, 500)
 _A100 = (19.5, 156.0, 312.0)
 # H100 and H200 sheets print figures with 2:4 sparsity: half of 989, 1,979 and 3,958.
 _H100 = (67.0, 494.5, 989.5, 1979.0)
+_H100_PCIE = (51.0, 378.0, 756.5, 1513.0)
 
-# Name, generation, GiB, GB/s, machine; TFLOP/s of fp32, TF32, 16 bits and fp8. Figures of the
+# Name, what drivers call it (a pattern, in lowercase), generation, GiB, GB/s, machine; TFLOP/s
+# of fp32, TF32, 16 bits and fp8: Volta and Turing have neither bf16 nor TF32. Figures of the
 # vendors' data sheets; of GeForce and RTX cards the white papers' (appendix A), whose tensor
 # cores' rate is that with fp32 sums, which training needs.
 _ROWS: tuple[
-    tuple[str, Generation, float, float, Surroundings, tuple[float | None, ...]], ...
+    tuple[str, str, Generation, float, float, Surroundings, tuple[float | None, ...]], ...
 ] = (
-    ("v100-32gb", "volta", 31.7, 900, _DGX_1, (15.7, None, 125.0)),  # neither bf16 nor TF32
-    ("a100-40gb", "ampere", 39.4, 1555, _DGX_A100, _A100),
-    ("a100-40gb-pcie", "ampere", 39.4, 1555, _PCIE_A100, _A100),
-    ("a100-80gb", "ampere", 79.1, 2039, _DGX_A100, _A100),
-    ("a100-80gb-pcie", "ampere", 79.1, 1935, _PCIE_A100, _A100),
-    ("h100-80gb", "hopper", 79.1, 3350, _DGX_H100, _H100),
+    ("v100-32gb", r"v100-sxm.*32gb", "volta", 31.7, 900, _DGX_1, (15.7, None, 125.0)),
+    ("a100-40gb", r"a100-sxm.*40gb", "ampere", 39.4, 1555, _DGX_A100, _A100),
+    ("a100-40gb-pcie", "a100-pcie-40gb", "ampere", 39.4, 1555, _PCIE_A100, _A100),
+    ("a100-80gb", r"a100-sxm.*80gb", "ampere", 79.1, 2039, _DGX_A100, _A100),
+    ("a100-80gb-pcie", r"a100.(80gb pcie|pcie-80gb)", "ampere", 79.1, 1935, _PCIE_A100, _A100),
+    ("h100-80gb", "h100 80gb hbm3", "hopper", 79.1, 3350, _DGX_H100, _H100),
     # An H100 SXM with 96 GB of HBM2e at 500 W, as torchtitan's benchmarks describe theirs. No
     # data sheet is public: peaks of the SXM part, which torchtitan computes its MFU with;
     # memory as six stacks of HBM2e; the H100 PCIe has five (2,039 GB/s).
-    ("h100-96gb", "hopper", 95.0, 2447, _DGX_H100, _H100),
-    ("h100-80gb-pcie", "hopper", 79.1, 2000, _PCIE_H100, (51.0, 378.0, 756.5, 1513.0)),
-    ("h200", "hopper", 139.7, 4800, _DGX_H100, _H100),
+    ("h100-96gb", r"h100.*96gb", "hopper", 95.0, 2447, _DGX_H100, _H100),
+    ("h100-80gb-pcie", "h100 pcie", "hopper", 79.1, 2000, _PCIE_H100, _H100_PCIE),
+    ("h200", r"\bh200", "hopper", 139.7, 4800, _DGX_H100, _H100),
     # HGX B200 and GB200 NVL72: figures with sparsity, halved.
-    ("b200", "blackwell", 178.3, 7700, _DGX_B200, (75.0, 1100.0, 2250.0, 4500.0)),
-    ("gb200", "blackwell", 184.3, 8000, _NVL72, (80.0, 1250.0, 2500.0, 5000.0)),
-    ("b300", "blackwell", 267.6, 8000, _DGX_B300, (75.0, 1125.0, 2250.0, 4500.0)),
-    ("gh200", "hopper", 94.5, 4000, _GRACE, _H100),
-    ("h20", "hopper", 95.0, 4000, _DGX_H100, (44.0, 74.0, 148.0, 296.0)),
-    ("l40s", "ada", 44.4, 864, _INFERENCE, (91.6, 183.0, 362.05, 733.0)),
-    ("l4", "ada", 22.0, 300, _INFERENCE, (30.3, 60.0, 121.0, 242.5)),
-    ("rtx4090", "ada", 23.5, 1008, _DESKTOP, (82.6, 82.6, 165.2, 330.3)),
-    ("rtx5090", "blackwell", 31.3, 1792, _DESKTOP_5, (104.8, 104.8, 209.5, 419.0)),
-    ("rtx3090", "ampere", 23.6, 936, _DESKTOP, (35.6, 35.6, 71.0)),
-    ("a6000", "ampere", 47.4, 768, _DESKTOP, (38.7, 77.4, 154.8)),
-    ("a10", "ampere", 21.9, 600, _INFERENCE, (31.2, 62.5, 125.0)),
-    ("a10g", "ampere", 21.9, 600, _INFERENCE, (35.0, 35.0, 70.0)),
-    ("t4", "turing", 14.5, 320, _TURING, (8.1, None, 65.0)),  # neither bf16 nor TF32
-    ("mi300x", "cdna3", 191.6, 5300, _XGMI, (163.4, 653.7, 1307.4, 2614.9)),
+    ("b200", r"\bb200", "blackwell", 178.3, 7700, _DGX_B200, (75.0, 1100.0, 2250.0, 4500.0)),
+    ("gb200", r"\bgb200", "blackwell", 184.3, 8000, _NVL72, (80.0, 1250.0, 2500.0, 5000.0)),
+    ("b300", r"\bb300", "blackwell", 267.6, 8000, _DGX_B300, (75.0, 1125.0, 2250.0, 4500.0)),
+    ("gh200", r"\bgh200 480gb", "hopper", 94.5, 4000, _GRACE, _H100),
+    ("h20", r"\bh20\b", "hopper", 95.0, 4000, _DGX_H100, (44.0, 74.0, 148.0, 296.0)),
+    ("l40s", r"\bl40s", "ada", 44.4, 864, _INFERENCE, (91.6, 183.0, 362.05, 733.0)),
+    ("l4", r"\bl4\b", "ada", 22.0, 300, _INFERENCE, (30.3, 60.0, 121.0, 242.5)),
+    ("rtx4090", r"rtx 4090$", "ada", 23.5, 1008, _DESKTOP, (82.6, 82.6, 165.2, 330.3)),
+    ("rtx5090", r"rtx 5090$", "blackwell", 31.3, 1792, _DESKTOP_5, (104.8, 104.8, 209.5, 419)),
+    ("rtx3090", r"rtx 3090$", "ampere", 23.6, 936, _DESKTOP, (35.6, 35.6, 71.0)),
+    ("a6000", "rtx a6000", "ampere", 47.4, 768, _DESKTOP, (38.7, 77.4, 154.8)),
+    ("a10", r"\ba10\b", "ampere", 21.9, 600, _INFERENCE, (31.2, 62.5, 125.0)),
+    ("a10g", r"\ba10g", "ampere", 21.9, 600, _INFERENCE, (35.0, 35.0, 70.0)),
+    ("t4", r"\bt4\b", "turing", 14.5, 320, _TURING, (8.1, None, 65.0)),
+    ("mi300x", "mi300x", "cdna3", 191.6, 5300, _XGMI, (163.4, 653.7, 1307.4, 2614.9)),
 )
 
 
 def _listed() -> Iterator[Gpu]:
-    for name, generation, memory_gib, gb_per_s, usual, peaks in _ROWS:
+    for name, _, generation, memory_gib, gb_per_s, usual, peaks in _ROWS:
         fp32, tf32, half, fp8 = (
             None if peak is None else peak * TERA for peak in (*peaks, None)[:4]
         )
@@ -184,6 +186,12 @@ def _listed() -> Iterator[Gpu]:
 
 
 GPUS: Mapping[str, Gpu] = {entry.name: entry for entry in _listed()}
+
+
+def name_of_device(device: str) -> str:
+    """The catalogue's name of a device that calls itself e.g. `NVIDIA A100-SXM4-40GB`; the
+    device's own where the catalogue has none like it."""
+    return next((row[0] for row in _ROWS if re.search(row[1], device.lower())), device)
 
 
 def accelerator(stated: str | GpuSection) -> Gpu:
