@@ -76,10 +76,11 @@ class DmtError(Exception):
 
 
 class RecipeError(DmtError):
-    """The recipe is wrong. `problems` holds every mistake found, in file order."""
+    """The recipe is wrong. `problems` holds every mistake found, in file order, `notes` what is
+    legal in it and may not be meant."""
 
-    def __init__(self, problems: Sequence[Problem]) -> None:
-        self.problems = tuple(problems)
+    def __init__(self, problems: Sequence[Problem], notes: Sequence[str] = ()) -> None:
+        self.problems, self.notes = tuple(problems), tuple(notes)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 

@@ -84,6 +84,7 @@ encoder: [gpt2, {is_encoder_decoder: true}, is_encoder_decoder]
 cross attention: [gpt2, {add_cross_attention: true}, add_cross_attention]
 rope twice:
   [llama, {rope_scaling: {factor: 2.0}, rope_parameters: {rope_theta: 1.0}}, rope_parameters]
+base of rope: [llama, {rope_theta: 0}, rope_theta]
 rope disagrees: [llama, {rope_theta: 5.0, rope_parameters: {rope_theta: 6.0}}, rope_theta]
 rope typo:
   [llama, {rope_scaling: {rope_type: linear, factor: 2.0, factr: 1.0}}, rope_scaling]

@@ -40,13 +40,11 @@ class Edit(NamedTuple):
     fix: str
     at: str = ""
     """Text of the line that must be blamed; default: the first line of `new`."""
-    also: tuple[str, str] = ("", "")
-    """A second replacement that the mistake needs to be one."""
 
     def spoil(self) -> tuple[str, str, int]:
         """See `Mistake.spoil`; the first line with the text `at` is blamed."""
-        assert self.old in GOOD and self.also[0] in GOOD
-        text = GOOD.replace(self.old, self.new, 1).replace(*self.also, 1)
+        assert self.old in GOOD
+        text = GOOD.replace(self.old, self.new, 1)
         at = self.at or self.new.splitlines()[0].strip()
         return text, self.key, text.count("\n", 0, text.index(at)) + 1
 
@@ -89,31 +87,21 @@ def line_of(lines: list[str], key: str) -> tuple[int, bool]:
 
 
 M = Mistake
-_ONE_SOURCE = GOOD[GOOD.index("  train:") : GOOD.index("  tokenizer:")]
 
 
-def blend(
-    first: str,
-    second: str,
-    third: str = "",
-    stages: str = "[]",
-    run: str = "steps: 100",
-    fraction: str = "0.05",
-) -> tuple[str, str]:
-    """GOOD from its data to its length, and the same with a list of sources."""
-    sources = [
-        f"{{kind: text, files: [a.txt], {first}}}",
-        f"{{kind: text, files: [b.txt], {second}}}",
-        *[third] * bool(third),
+def blend(*sources: str) -> str:
+    """`data.train: [...]` on one line: sources of text with these settings, others as they
+    are."""
+    texts = [
+        f"{{kind: text, files: [{name}.txt], {one}}}"
+        for name, one in zip("ab", sources, strict=False)
     ]
-    listed = "".join(f"    - {one}\n" for one in sources)
-    rest = "  tokenizer: bytes\ntraining:\n"
-    return (
-        f"{_ONE_SOURCE}{rest}  steps: 100",
-        f"  train:\n{listed}  stages: {stages}\n"
-        f"  validation_fraction: {fraction}\n{rest}  {run}",
-    )
+    return f"data.train: [{', '.join([*texts, *sources[2:]])}]"
 
+
+BLEND = blend("weight: 1", "weight: 1")
+CHAT = "{kind: chat, path: org/chats, weight: 1}"
+PAIRS = "{kind: preference, path: org/pairs, weight: 1}"
 
 MISTAKES = {
     # types and ranges
@@ -141,7 +129,7 @@ MISTAKES = {
     "beta of 1": M("optimizer.betas: [0.9, 1.0]", "less than 1", "optimizer.betas[1]"),
     "one beta": M("optimizer.betas: [0.9]", "a list of 2 numbers ≥ 0 and < 1"),
     "three betas": M("optimizer.betas: [0.9, 0.9, 0.9]", "list of 2 numbers"),
-    "scalar for a list": M("data.train.files: '*.py'", '["*.py"]'),
+    "scalar for a list": M("data.train.files: '*.py'", '*.py"]'),
     "empty list": M("data.train.files: []", "a list of texts"),
     "number in a list": M("data.train.files: [a, 3]", 'quotes: "3"', "data.train.files[1]"),
     "yes for a boolean": M("parallel.sequence: yes", "write true"),
@@ -345,7 +333,7 @@ MISTAKES = {
     "evaluation without data": M(
         "-data.validation_fraction", "validation_fraction", "evaluation.every_steps",
     ),
-    "packing of text": M("data.packing: greedy", "remove it"),
+    "packing of text": M("data.packing: greedy", "write none or best_fit"),
     "packing as TRL has it": M("data.packing: true", "greedy for chats"),
     "reinforcement learning": M(
         "training.objective: grpo", "on given answers only: write dpo or orpo",
@@ -476,6 +464,77 @@ MISTAKES = {
         given=("parallel.engine: fsdp", "parallel.zero.stage: 3",
                "parallel.zero.offload_parameters: none"),
     ),
+    "tensor parallel in other words": M("parallel.tensor_parallel: 2", "`parallel.tensor`"),
+    "adapters nowhere": M(
+        "adapter: {rank: 4, alpha: 8, targets: []}", "write one of all-linear",
+        "adapter.targets",
+    ),
+    # lists
+    "source without a weight": M(
+        blend("weight: 1", "label: b"), "add e.g. `weight: 1`", "data.train[1].weight",
+    ),
+    "weights and epochs": M(
+        blend("weight: 1", "epochs: 2"), "write weight", "data.train[1].epochs",
+    ),
+    "weights without a sum": M(
+        blend("weight: 0", "weight: 0"), "raise a weight", "data.train",
+    ),
+    "two sources of one name": M(
+        blend("weight: 1, label: a", "weight: 1, label: a"), "`label`", "data.train[1].label",
+    ),
+    "sources of two kinds": M(
+        blend("weight: 1", "weight: 1", CHAT), "objective to sft", "data.train[2].kind",
+    ),
+    "conversations and preferences": M(
+        blend("weight: 1", "weight: 1", PAIRS), "one after the other", "data.train[2].kind",
+    ),
+    "packed conversations and documents that are not isolated": M(
+        "data.packing: greedy", "set it to true", "data.isolate_documents",
+        given=("training.objective: sft", blend("weight: 1", "weight: 1", CHAT)),
+    ),
+    "misspelt key of a listed source": M(
+        blend("weight: 1", "wieght: 1"), "`weight`", "data.train[1].wieght",
+    ),
+    "wrong kind of a listed source": M(
+        blend("weight: 1", "weight: 1", "{kind: txt, weight: 1}"), "did you mean text",
+        "data.train[2].kind",
+    ),
+    "an epoch of weights": M(
+        "training.epochs: 2", "training.steps", given=("-training.steps", BLEND),
+    ),
+    "a stage that forgets a source": M(
+        "data.stages: [{from_step: 5, weights: {a.txt: 1}}]", "name every source once",
+        "data.stages[0].weights", given=(BLEND,),
+    ),
+    "stages out of order": M(
+        "data.stages: [{from_step: 5, weights: {a.txt: 1, b.txt: 2}}, "
+        "{from_step: 5, weights: {a.txt: 1, b.txt: 1}}]",
+        "in order", "data.stages[1]", given=(BLEND,),
+    ),
+    "a stage that begins nowhere": M(
+        "data.stages: [{weights: {a.txt: 1, b.txt: 2}}]", "from_step", "data.stages[0]",
+        given=(BLEND,),
+    ),
+    "stages of epochs": M(
+        "data.stages: [{from_step: 5, weights: {a.txt: 1, b.txt: 2}}]", "with `weight`",
+        "data.stages[0].weights", given=(blend("epochs: 1", "epochs: 1"),),
+    ),
+    "multiplier of a group": M(
+        "optimizer.groups: [{parameters: [model.*], lr_mult: 0}]", "write more than 0",
+        "optimizer.groups[0].lr_mult",
+    ),
+    "key of a group": M(
+        "optimizer.groups: [{parameters: [model.*], weight_mult: 0}]", "did you mean",
+        "optimizer.groups[0].weight_mult",
+    ),
+    "missing key of a group": M(
+        "optimizer.groups: [{lr_mult: 0.5}]", "add `parameters:` under `optimizer.groups[0]`",
+        "optimizer.groups[0].parameters",
+    ),
+    "containers of a pod as a map": M(
+        "launch.kubernetes: {pod: {containers: {name: a}}}", "write `containers: [{…}]`",
+        "launch.kubernetes.pod.containers",
+    ),
 }  # fmt: skip
 EDITS = {
     "null for a required int": Edit(
@@ -488,26 +547,12 @@ EDITS = {
         "lists the names",
         at="- parameters: [modle.*]",
     ),
-    "multiplier of a group": Edit(
-        "weight_decay: 0.1",
-        "groups:\n    - parameters: [model.*]\n      lr_mult: 0",
-        "optimizer.groups[0].lr_mult",
-        "write more than 0",
-        at="lr_mult: 0",
-    ),
-    "key of a group": Edit(
-        "weight_decay: 0.1",
-        "groups:\n    - parameters: [model.*]\n      weight_mult: 0",
-        "optimizer.groups[0].weight_mult",
-        "did you mean",
-        at="weight_mult: 0",
-    ),
-    "missing key of a group": Edit(
-        "weight_decay: 0.1",
-        "groups:\n    - lr_mult: 0.5",
-        "optimizer.groups[0].parameters",
-        "add `parameters:` under `optimizer.groups[0]`",
-        at="- lr_mult: 0.5",
+    "wrong value in a listed source": Edit(
+        '    kind: text\n    files: ["{stdlib}/*.py"]',
+        "    - {kind: text, files: [a], weight: 1}\n    - {kind: text, files: [b], weight: -1}",
+        "data.train[1].weight",
+        "write 0 or more",
+        at="weight: -1",
     ),
     "misspelt section": Edit("launch:", "lanch:", "lanch", "did you mean `launch`"),
     "key twice": Edit(
@@ -524,99 +569,6 @@ EDITS = {
     ),
     "second document": Edit(
         "seed: 1", "seed: 1\n---\nname: b", "(file)", "one document", at="---"
-    ),
-    "source without a weight": Edit(
-        *blend("weight: 1", "label: b"), "data.train[1].weight", "add e.g. `weight: 1`",
-        at="label: b",
-    ),
-    "weights and epochs": Edit(
-        *blend("weight: 1", "epochs: 2"), "data.train[1].epochs", "write weight", at="epochs: 2"
-    ),
-    "weights without a sum": Edit(
-        *blend("weight: 0", "weight: 0"), "data.train", "raise a weight", at="train:"
-    ),
-    "two sources of one name": Edit(
-        *blend("weight: 1, label: a", "weight: 1, label: a"),
-        "data.train[1].label",
-        "`label`",
-        at="[b.txt]",
-    ),
-    "sources of two kinds": Edit(
-        *blend("weight: 1", "weight: 1", "{kind: chat, path: org/chats, weight: 1}"),
-        "data.train[2].kind",
-        "objective to sft",
-        at="org/chats",
-    ),
-    "conversations and preferences": Edit(
-        *blend("weight: 1", "weight: 1", "{kind: preference, path: org/pairs, weight: 1}"),
-        "data.train[2].kind",
-        "one after the other",
-        at="org/pairs",
-    ),
-    "packed conversations and documents that are not isolated": Edit(
-        *blend("weight: 1", "weight: 1", "{kind: chat, path: org/chats, weight: 1}"),
-        "data.isolate_documents",
-        "set it to true",
-        at="data:",
-        also=("training:\n", "  packing: greedy\ntraining:\n  objective: sft\n"),
-    ),
-    "misspelt key of a listed source": Edit(
-        *blend("weight: 1", "wieght: 1"), "data.train[1].wieght", "`weight`", at="wieght"
-    ),
-    "wrong kind of a listed source": Edit(
-        *blend("weight: 1", "weight: 1", "{kind: txt, weight: 1}"),
-        "data.train[2].kind",
-        "did you mean text",
-        at="kind: txt",
-    ),
-    "wrong value in a listed source": Edit(
-        *blend("weight: 1", "weight: -1"), "data.train[1].weight", "write 0 or more", at="-1"
-    ),
-    "an epoch of weights": Edit(
-        *blend("weight: 1", "weight: 1", run="epochs: 2"),
-        "training.epochs",
-        "training.steps",
-        at="epochs: 2",
-    ),
-    "a stage that forgets a source": Edit(
-        *blend("weight: 1", "weight: 1", stages="[{from_step: 5, weights: {a.txt: 1}}]"),
-        "data.stages[0].weights",
-        "name every source once",
-        at="stages:",
-    ),
-    "stages out of order": Edit(
-        *blend(
-            "weight: 1",
-            "weight: 1",
-            stages="[{from_step: 5, weights: {a.txt: 1, b.txt: 2}}, "
-            "{from_step: 5, weights: {a.txt: 1, b.txt: 1}}]",
-        ),
-        "data.stages[1]",
-        "in order",
-        at="stages:",
-    ),
-    "a stage that begins nowhere": Edit(
-        *blend("weight: 1", "weight: 1", stages="[{weights: {a.txt: 1, b.txt: 2}}]"),
-        "data.stages[0]",
-        "from_step",
-        at="stages:",
-    ),
-    "stages of epochs": Edit(
-        *blend(
-            "epochs: 1",
-            "epochs: 1",
-            stages="[{from_step: 5, weights: {a.txt: 1, b.txt: 2}}]",
-        ),
-        "data.stages[0].weights",
-        "weight",
-        at="stages:",
-    ),
-    "containers of a pod as a map": Edit(
-        "launcher: local",
-        "launcher: local\n  kubernetes:\n    pod:\n      containers: {name: a}",
-        "launch.kubernetes.pod.containers",
-        "write `containers: [{…}]`",
-        at="containers:",
     ),
 }  # fmt: skip
 
@@ -661,6 +613,15 @@ def _absent(problem: dict[str, str], key: str) -> bool:
         r"data\.(train|validation)(\[\d\])?\.(files|path|prefix)", problem["key"]
     )
     return place is not None and problem["key"] != key
+
+
+def test_notes_stand_next_to_problems(tmp_path: Path, dmt: Dmt) -> None:
+    """Of a broken rule, and of what only the plan finds."""
+    path = tmp_path / "recipe.yaml"
+    for statement in ("training.global_batch_size: 9", "parallel.zero.config: ./none.json"):
+        path.write_text(stated("optimizer.learning_rate: 300", statement))
+        note = "note  optimizer.learning_rate: 300 is far above what AdamW uses"
+        assert note in dmt("check", path, code=2).err
 
 
 TEN_OF = {

@@ -401,6 +401,18 @@ def test_mistakes_are_one_error(arguments: list[str], expected: str, dmt: Dmt) -
     assert printed.out == "" and "Traceback" not in printed.err
 
 
+def test_columns_of_other_names(tmp_path: Path, dmt: Dmt) -> None:
+    """The mapping of columns that is proposed can be trained on."""
+    data, file = tmp_path / "rows.jsonl", tmp_path / "recipe.yaml"
+    data.write_text(f"{json.dumps({'question': '1+1?', 'answer': '2'})}\n" * 8)
+    words = ["init", "llama-bytes", "--cluster", "1xcpu", "--task", "sft"]
+    told = dmt(*words, "--data", data, code=2).err
+    (proposed,) = re.findall(r"`data.train: ({.*})`", told)
+    dmt(*words, "--out", file)
+    dmt("check", file, "--set", f"data.train={proposed}", "--set", "data.train.split=train")
+    assert "instruction: question, output: answer" in proposed
+
+
 @pytest.mark.parametrize("text", ["", '{"text": '])
 def test_data_without_rows(text: str, tmp_path: Path, dmt: Dmt) -> None:
     """Not taken for a text of one document."""

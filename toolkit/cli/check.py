@@ -93,7 +93,7 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[Path] = ()
     try:
         recipe = load_recipe(path, overrides)
     except RecipeError as error:
-        return Verdict(str(path), None, tuple(error.problems))
+        return Verdict(str(path), None, tuple(error.problems), "; ".join(error.notes) or None)
     note, found, plan = None, list[Problem](), None
     try:
         plan, note = _plan(recipe)
@@ -115,9 +115,7 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[Path] = ()
     problems = tuple(placed(problem, path, overrides) for problem in found)
     parameters = None if plan is None else plan.parameters
     good = None if problems else recipe
-    if good is not None:
-        notes = (note, *good.notes)
-        note = "; ".join(filter(None, notes)) or None
+    note = "; ".join(filter(None, (note, *recipe.notes))) or None
     return Verdict(str(path), good, problems, note, parameters, tuple(reports))
 
 
@@ -199,6 +197,8 @@ def _lines(verdicts: Sequence[Verdict]) -> Iterator[Line]:
             )
         else:
             err.print(problem_list(verdict.file, verdict.problems), soft_wrap=True)
+            if verdict.note:
+                err.print(Text(f"  note  {verdict.note}", "yellow"), soft_wrap=True)
         for report in verdict.reports:
             yield from _comparison(report)
 

@@ -5,34 +5,26 @@ hand, in `toolkit.plan.rules.models`, what a model config may contain in `toolki
 they are only called.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.intake.batch_ramp import ramp_problems
+from toolkit.intake.data_rules import DATA_RULES
 from toolkit.intake.outer import outer_problems
-from toolkit.intake.sources import blend_problems
-from toolkit.intake.stages import stage_problems
-from toolkit.intake.validation import following_problems
 from toolkit.launchers import LAUNCHERS, listed
 from toolkit.models.families.arguments import frequencies_limit, rope_type_of
 from toolkit.models.model import check_config, read
 from toolkit.models.routers import balance_problems
 from toolkit.models.types import NOT_INITIALISED
-from toolkit.objectives import OBJECTIVES
 from toolkit.plan.hardware.catalogue import Gpu, accelerator
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality
 from toolkit.plan.rules import models as model_rules
-from toolkit.recipe.schema import (
-    ChatRowsSource,
-    DataSection,
-    Recipe,
-    ScheduleSection,
-    Source,
-)
-from toolkit.recipe.words import plain_text, settings
+from toolkit.recipe.schema import Recipe, ScheduleSection
+from toolkit.recipe.words import settings
+from toolkit.recipe.yaml_text import plain_text
 from toolkit.text.dotted import get
 
 
@@ -88,11 +80,12 @@ NEEDED_WITH = {
     "model.balance.bias_update": ("model.balance.kind", "bias", "above 0, e.g. 0.001"),
 }
 """Settings that a value of another setting needs: that setting, the value, what is needed."""
+_RAMP = "training.batch_ramp"
 EITHER = {
     "schedule.warmup_ratio": "schedule.warmup_steps",
     "data.validation_fraction": "data.validation",
     "model.freeze": "adapter",
-    "training.batch_ramp": "data.stages",
+    _RAMP: "data.stages",
 }
 """Settings that exclude each other; a default is no statement."""
 
@@ -112,31 +105,23 @@ def _chosen(stated: dict[str, Any], key: str) -> Any:
     return None if value == _default(key) else value
 
 
-def _only_with(recipe: Recipe) -> Iterator[Problem]:
+def _tables(recipe: Recipe) -> Iterator[Problem]:
+    """The rules in `ONLY_WITH`, `NEEDED_WITH` and `EITHER`."""
     stated = recipe.model_dump(mode="json")
     for key, (other, *words) in ONLY_WITH.items():
         value, there = _chosen(stated, key), get(stated, other)
-        if value is None or there in (None, *words):
-            continue
-        switch, unset = other.rpartition(".")[2], plain_text(_default(key))
-        found = f"{_shown(value)} with `{switch}: {there}`"
-        allowed = f"{unset} without " + " or ".join(f"`{switch}: {word}`" for word in words)
-        fix = f"remove it ({unset} where it comes from `extends`), or set {other} to "
-        yield Problem(key, found, allowed, fix + " or ".join(words))
-
-
-def _needed_with(recipe: Recipe) -> Iterator[Problem]:
-    stated = recipe.model_dump(mode="json")
+        if value is not None and there not in (None, *words):
+            switch, unset = other.rpartition(".")[2], plain_text(_default(key))
+            found = f"{_shown(value)} with `{switch}: {there}`"
+            allowed = f"{unset} without " + " or ".join(f"`{switch}: {word}`" for word in words)
+            fix = f"remove it ({unset} where it comes from `extends`), or set {other} to "
+            yield Problem(key, found, allowed, fix + " or ".join(words))
     for key, (other, word, allowed) in NEEDED_WITH.items():
         if get(stated, other) == word and _chosen(stated, key) is None:
             section, _, name = key.rpartition(".")
             found = f"nothing with `{other.rpartition('.')[2]}: {word}`"
             fix = f"add `{name}: …` under `{section}`, or change {other}"
             yield Problem(key, found, allowed, fix)
-
-
-def _either(recipe: Recipe) -> Iterator[Problem]:
-    stated = recipe.model_dump(mode="json")
     for key, other in EITHER.items():
         pair = {one: _chosen(stated, one) for one in (key, other)}
         if None not in pair.values():
@@ -289,12 +274,27 @@ def _nvme(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("parallel.zero.nvme_path", zero.nvme_path, allowed, fix)
 
 
+def _ramp(recipe: Recipe) -> Iterator[Problem]:
+    """A batch that grows ends at the whole one, after steps or tokens."""
+    ramp, whole, key = recipe.training.batch_ramp, recipe.training.global_batch_size, _RAMP
+    if ramp is None:
+        return
+    if (ramp.steps is None) == (ramp.tokens is None):
+        fix = "write `steps: N` or `tokens: N`"
+        yield Problem(key, "both or neither", "one of steps and tokens", fix)
+    if ramp.start >= whole:
+        fix = "set it to less, or remove training.batch_ramp"
+        allowed = f"less than training.global_batch_size ({whole})"
+        yield Problem(f"{key}.start", str(ramp.start), allowed, fix)
+
+
 def _batch(recipe: Recipe) -> Iterator[Problem]:
-    """Every rank takes the same number of whole micro batches per step; how many ranks share
-    the batch is judged where the recipe leaves no choice, otherwise by the planner."""
+    """Every rank takes the same number of whole micro batches per step, also while the batch
+    grows; how many ranks share the batch is judged where the recipe leaves no choice, otherwise
+    by the planner."""
     ranks = legality.data_parallel(recipe.parallel, recipe.cluster) or 1
     batch, micro = recipe.training.global_batch_size, recipe.training.micro_batch_size
-    key = "training.global_batch_size"
+    key, ramp = "training.global_batch_size", recipe.training.batch_ramp
     if batch < ranks:
         allowed = f"at least {ranks}: a sequence per rank and step"
         fix = f"set {key} to {ranks}, or use at most {batch} ranks"
@@ -303,12 +303,15 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, f"{batch} on {ranks} data-parallel ranks", allowed, fix)
         return
     parts = [f"micro batch {micro}"] * (micro != "auto") + [f"{ranks} ranks"] * (ranks > 1)
-    unit = ranks if micro == "auto" else ranks * micro
-    if batch % unit:
-        below, above = batch // unit * unit, (batch // unit + 1) * unit
-        nearest = f"{below} or {above}" if below else str(above)
-        allowed = f"a multiple of {unit} ({' · '.join(parts)})"
-        yield Problem(key, str(batch), allowed, f"set {key} to {nearest}")
+    unit, sizes = ranks if micro == "auto" else ranks * micro, {key: batch}
+    if ramp is not None:
+        sizes |= {f"{_RAMP}.start": ramp.start, f"{_RAMP}.increment": ramp.increment}
+    for key, size in sizes.items():
+        if size % unit:
+            below, above = size // unit * unit, (size // unit + 1) * unit
+            nearest = f"{below} or {above}" if below else str(above)
+            allowed = f"a multiple of {unit} ({' · '.join(parts)})"
+            yield Problem(key, str(size), allowed, f"set {key} to {nearest}")
 
 
 def _accelerator(recipe: Recipe) -> Iterator[Problem]:
@@ -359,80 +362,28 @@ def _moving(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, "auto", allowed, "set it to none")
 
 
-def _validation_data(recipe: Recipe) -> Iterator[Problem]:
-    data = recipe.data
-    if recipe.evaluation.every_steps and not data.validation and not data.validation_fraction:
-        allowed = "null without validation data"
-        fix = "add `validation_fraction: 0.01` under `data`, or remove it"
-        found = f"{recipe.evaluation.every_steps}, but no validation data"
-        yield Problem("evaluation.every_steps", found, allowed, fix)
-
-
-def _objective_data(recipe: Recipe) -> Iterator[Problem]:
-    """Packed text has no pairs, and conversations have tokens that are not to be trained."""
-    objective, sources = recipe.training.objective, dict(recipe.data.named_sources)
-    kinds, blended = OBJECTIVES[objective].data_kinds, OBJECTIVES[objective].blended_kinds
-    if pairs := _mixed_pairs(recipe.data):
-        yield pairs
+def _following(recipe: Recipe) -> Iterator[Problem]:
+    """A schedule, an early end or a best checkpoint without validations would do nothing."""
+    validated, saved = recipe.evaluation.every_steps, recipe.checkpoint.every_steps
+    keep, steps = recipe.checkpoint.keep_best, recipe.total_steps()
+    key = "checkpoint.every_steps"
+    if validated is None:
+        for setting, value in recipe.follows_validation.items():
+            found = f"{value}, but no validation during training"
+            fix = "set evaluation.every_steps to 100, or remove it"
+            allowed = "nothing of it without evaluation.every_steps"
+            yield Problem(setting, found, allowed, fix)
+    elif keep is None:
         return
-    trained = {key: one.kind for key, one in sources.items() if key.startswith("data.train")}
-    wrong = {key: kind for key, kind in trained.items() if kind not in (*kinds, *blended)}
-    if not wrong and not set(kinds) & set(trained.values()):
-        wrong = trained  # only what may stand next to the objective's own
-    if not kinds or not wrong:
-        return
-    key, kind = next(iter(wrong.items()))
-    others = [name for name in OBJECTIVES.names if kind in OBJECTIVES[name].data_kinds]
-    fix = f"set training.objective to {' or '.join(others)}, or use other data"
-    found = f"{kind} with `objective: {objective}`"
-    yield Problem(f"{key}.kind", found, ", ".join(kinds), fix)
-
-
-def _mixed_pairs(data: DataSection) -> Problem | None:
-    """A sample of preferences is two rows, of everything else it is one."""
-    kinds = {key: one.kind for key, one in data.named_sources if key.startswith("data.train")}
-    for key, kind in kinds.items():
-        if (kind == "preference") != (data.kind == "preference"):
-            found = f"{kind} with `kind: {data.kind}` in {next(iter(kinds))}"
-            allowed = "preferences alone, whose samples are pairs of rows, or none"
-            fix = "train on them one after the other, with objectives of their own"
-            return Problem(f"{key}.kind", found, allowed, fix)
-    return None
-
-
-def _chat_settings(recipe: Recipe) -> Iterator[Problem]:
-    """Settings that mean something for chats only, or for documents, and validation data of
-    another form."""
-    data, kind = recipe.data, recipe.data.kind
-    forms = {_form(source) for source in data.sources}
-    documents, chats = "documents" in forms, forms != {"documents"}
-    if data.chat_template is not None and not chats:
-        fix = "remove it, or use `kind: chat`"
-        yield Problem("data.chat_template", "a template", f"null with `kind: {kind}`", fix)
-    fits = {"greedy": "chat" in forms, "best_fit": documents}
-    if not fits.get(data.packing, True):
-        found = f"{data.packing} with `kind: {kind}`"
-        allowed = "none, greedy with chats, or best_fit with documents"
-        other = "greedy" if fits["greedy"] else "best_fit"
-        fix = f"write {other}, or remove it" if any(fits.values()) else "remove it"
-        yield Problem("data.packing", found, allowed, fix)
-    if data.isolate_documents and not documents:
-        allowed, fix = f"false with `kind: {kind}`", "remove it: `packing: greedy` isolates"
-        yield Problem("data.isolate_documents", "true", allowed, fix)
-    if documents and fits["greedy"] and data.packing == "greedy" and not data.isolate_documents:
-        allowed = "true: `packing: greedy` isolates conversations, and all rows have one form"
-        fix = "set it to true, or remove `packing: greedy`"
-        yield Problem("data.isolate_documents", "false with documents", allowed, fix)
-    for key, source in data.named_sources:
-        if key.startswith("data.validation") and _form(source) not in forms:
-            found = f"{source.kind} with `kind: {kind}` in {data.named_sources[0][0]}"
-            fix = f"give data of `kind: {kind}`, or use `validation_fraction`"
-            yield Problem(f"{key}.kind", found, "a kind of data.train", fix)
-
-
-def _form(source: Source) -> str:
-    """The form of a row: a chat, a preference, or a part of documents."""
-    return source.kind if isinstance(source, ChatRowsSource) else "documents"
+    elif saved is None:
+        fix = f"set it to {validated}, or remove checkpoint.keep_best"
+        yield Problem(key, f"null with `keep_best: {keep}`", "a number of steps", fix)
+    elif steps is not None and math.lcm(saved, validated) >= steps:
+        found = f"{saved}, but validations every {validated} of {steps:,} steps"
+        allowed = "with keep_best, a step before the last that is saved and validated"
+        below = saved // validated * validated or validated
+        fix = f"set {key} to {below}" if below < steps else "validate and save more often"
+        yield Problem(key, found, allowed, fix)
 
 
 def _restarts(recipe: Recipe) -> Iterator[Problem]:
@@ -488,9 +439,7 @@ def _degrees(recipe: Recipe) -> Iterable[Problem]:
 
 
 RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
-    _only_with,
-    _needed_with,
-    _either,
+    _tables,
     _moving,
     _length_of_run,
     _warmup,
@@ -504,16 +453,12 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     context.unused,
     _nvme,
     _batch,
-    ramp_problems,
+    _ramp,
     _accelerator,
     kernels.fp8_settings,
     outer_problems,
-    _validation_data,
-    following_problems,
-    _objective_data,
-    _chat_settings,
-    blend_problems,
-    stage_problems,
+    _following,
+    *DATA_RULES,
     _restarts,
     _containers,
     _elastic,

@@ -4,6 +4,7 @@ Each file is a layer on top of those that it extends, of which a later one is on
 an earlier one, with the overrides of the command line on top of all.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -35,6 +36,7 @@ from toolkit.recipe.yaml_text import (
 )
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import leaves
+from toolkit.text.redact import MASK, redactor
 from toolkit.text.suggest import closest
 
 OVERRIDE_FILE = "--set"
@@ -44,6 +46,7 @@ MAX_FILES = 16
 
 _TAGS = ("kind", "model_type")
 """Keys that say what the other keys of their map mean."""
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
@@ -52,8 +55,6 @@ class Layers:
 
     merged: Stated
     """The whole recipe, without `extends`."""
-    each: tuple[Stated, ...]
-    """The files, the lowest first, and then the overrides."""
     problems: tuple[Problem, ...]
     """Mistakes that did not stop reading."""
     files: tuple[str, ...]
@@ -72,12 +73,18 @@ def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
     # A file that two others extend is below both: its last place counts.
     layers = dict(reversed(reader.layers))
     files = (*reversed(layers), OVERRIDE_FILE)
-    if overrides:
-        each = (_override(text, reader.problems) for text in overrides)
-        on_top = reduce(merge, each, Stated({}, {(): Location(OVERRIDE_FILE, 0)}, {}))
-        layers[OVERRIDE_FILE] = replace(on_top, data=located(on_top.data, Path.cwd()))
-    merged = reduce(merge, layers.values())
-    return Layers(merged, tuple(layers.values()), tuple(reader.problems), files)
+    on_top, problems = read_overrides(overrides)
+    merged = reduce(merge, [*layers.values(), on_top])
+    return Layers(merged, (*reader.problems, *problems), files)
+
+
+def read_overrides(overrides: Sequence[str]) -> tuple[Stated, list[Problem]]:
+    """What `KEY.PATH=VALUE` texts state, a later one on top, and the mistakes in them."""
+    problems: list[Problem] = []
+    each = [_override(text, problems) for text in overrides]
+    stated = reduce(merge, each, Stated({}, {}))
+    problems += _secrets(stated)
+    return replace(stated, data=located(stated.data, Path.cwd())), problems
 
 
 def merge(below: Stated, above: Stated) -> Stated:
@@ -86,10 +93,7 @@ def merge(below: Stated, above: Stated) -> Stated:
     A map whose `kind` (or `model_type`) differs replaces the other whole, because the
     rest of its keys then mean something else.
     """
-    places = {**below.places, **above.places}
-    left = {key: one for key, one in below.written.items() if not above.states(key)}
-    written = {**left, **above.written}
-    return Stated(_merged(below.data, above.data), places, written)
+    return Stated(_merged(below.data, above.data), {**below.places, **above.places})
 
 
 def _merged(below: Any, above: Any) -> Any:
@@ -108,6 +112,16 @@ def places_of(path: Path, overrides: Sequence[str]) -> dict[str, Location]:
     return {key: merged.place(tuple(key.split("."))) for key, _ in leaves(merged.data)}
 
 
+def _secrets(stated: Stated) -> Iterator[Problem]:
+    """Credentials anywhere in a file; the values themselves are never shown."""
+    looks_secret = redactor().looks_secret
+    for path, place in stated.places.items():
+        key, value = dotted(path), stated.at(path)
+        if not isinstance(value, dict | list) and looks_secret(key, value):
+            fix = "remove it and set the environment variable (HF_TOKEN, WANDB_API_KEY) instead"
+            yield Problem(key, MASK, "no credentials in a recipe", fix, *place)
+
+
 @dataclass(frozen=True)
 class _Files:
     """The files of one recipe as they are read."""
@@ -121,55 +135,44 @@ class _Files:
         `chain`: the files that led to this one. `origin` is the place to blame when it cannot
         be read.
         """
+        if len(self.layers) == MAX_FILES:
+            raise self.stop(origin, "more files", f"at most {MAX_FILES}", "extend fewer files")
         if found := composed_of(path):
-            self.compose(path, *found, chain, origin)
+            key = f"tasks.{found[1]}"
+            stated = self.composed(path, *found, origin)
         else:
-            self.add(path, self.parsed(path, normpath(path), origin), chain, origin)
-
-    def add(self, path: Path, stated: Stated, chain: tuple[Path, ...], origin: Problem) -> None:
-        """Append what was read of a file, then the files that it extends."""
-        data, taken = stated.data, {"extends"}
-        if path.suffix == ".yml" and "tasks" in data:
+            key, stated = "extends", self.parsed(path, origin)
+        taken = {"extends"}
+        if path.suffix == ".yml" and "tasks" in stated.data:
             self.problems.extend(self.wrong_tasks(path, stated, is_extended=bool(chain)))
             taken.add("tasks")  # recipes by themselves
-        own = {key: value for key, value in data.items() if key not in taken}
-        self.push(path, replace(stated, data=own), origin)
-        if "extends" in data:
-            for parent, place in reversed(self.extended(stated, path, (*chain, path))):
+        self.problems.extend(_secrets(stated))
+        own = {name: value for name, value in stated.data.items() if name not in taken}
+        above = replace(stated, data=located(own, path.parent))
+        self.layers.append((normpath(path), above))
+        if "extends" in stated.data:
+            for parent, place in reversed(self.extended(stated, path, (*chain, path), key)):
                 self.read(parent, (*chain, path), place)
 
-    def push(self, path: Path, stated: Stated, origin: Problem) -> None:
-        """Append what a file states itself."""
-        if len(self.layers) == MAX_FILES:
-            allowed = f"at most {MAX_FILES}"
-            raise self.stop(origin, "more files", allowed, "extend fewer files")
-        own = replace(stated, data=located(stated.data, path.parent))
-        self.layers.append((normpath(path), own))
-
-    def compose(
-        self, path: Path, size: Path, task: str, chain: tuple[Path, ...], origin: Problem
-    ) -> None:
-        """Append the recipe SIZE-TASK, which is no file: what the size's file states under
-        `tasks`, then the size and what all recipes of the task share."""
-        whole, inside = self.parsed(size, normpath(size), origin), ("tasks", task)
+    def composed(self, path: Path, size: Path, task: str, origin: Problem) -> Stated:
+        """The recipe SIZE-TASK, which is no file, as one: what the size's file states under
+        `tasks`, on top of the size and of what all recipes of the task share."""
+        whole, inside = self.parsed(size, origin), ("tasks", task)
         if isinstance(whole.data.get("tasks"), dict | None) and not whole.states(inside):
-            fix = _similar(path)
+            fix = _similar(path, origin)
             raise self.stop(origin, f"no file {normpath(path)}", "an existing file", fix)
-        own = whole.inside(inside)
-        stated = own.data if isinstance(own.data, dict) else {}
-        data = {"name": path.stem, **stated}
-        data.pop("extends", None)  # reported with the size
-        places = {("name",): own.places[()], **own.places}
-        written = {("name",): path.stem, **own.written}
-        self.push(path, Stated(data, places, written), origin)
-        self.add(size, whole, (*chain, path), origin)
+        own, place = whole.at(inside), whole.place(inside)
         base = Path("base") / f"{task}.yml"
-        beside = path.parent / ".." / base
-        place = Problem(dotted(inside), "", "", "", *own.places[()])
-        self.read(beside if exists(beside) else RECIPES / base, (*chain, path), place)
+        beside = Path("..") / base
+        shared = beside if exists(path.parent / beside) else RECIPES / base
+        data = {"name": path.stem, **(own if isinstance(own, dict) else {})}
+        inner = {key[2:]: at for key, at in whole.places.items() if key[:2] == inside}
+        places = {(): place, ("name",): place, ("extends",): place, **inner}
+        return Stated({**data, "extends": [str(shared), size.name]}, places)
 
-    def parsed(self, path: Path, name: str, origin: Problem) -> Stated:
+    def parsed(self, path: Path, origin: Problem) -> Stated:
         """What a file states, a map."""
+        name = normpath(path)
         text = self.text(path, name, origin)
         try:
             stated, problems = parse(text, name)
@@ -190,8 +193,8 @@ class _Files:
             data = read_bytes(path, MAX_BYTES)
             return data.decode("utf-8-sig")
         except FileNotFoundError:
-            found = f"no file {name}"
-            raise self.stop(origin, found, "an existing file", _similar(path)) from None
+            found, fix = f"no file {name}", _similar(path, origin)
+            raise self.stop(origin, found, "an existing file", fix) from None
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
             fix = "save the file as UTF-8 text" if b"\0" not in data else "is this a recipe?"
@@ -212,33 +215,33 @@ class _Files:
     ) -> Iterator[Problem]:
         """What cannot be a task of a size. A size is no run: it stops as the recipe itself."""
         tasks = stated.data["tasks"]
-        if not isinstance(tasks, dict | None):
-            fix = "write `tasks: {NAME: {…}}`, or remove it"
-            yield _wrong(stated, ("tasks",), "a map of tasks", fix)
-            return
-        if tasks is not None and not is_extended:
+        if isinstance(tasks, dict) and not is_extended:
             names = ", ".join(normpath(path.with_name(one)) for one in composed_names(path))
             fix = f"name one of {names}" if names else "name a recipe that extends it"
-            at = _wrong(stated, ("tasks",), "a recipe", fix)
-            raise self.stop(at, "a size of a model, which is no run", at.allowed, fix)
-        for task, value in (tasks or {}).items():
-            if not isinstance(value, dict | None):
-                fix = f"write `{task}: {{…}}`, or remove it"
-                yield _wrong(stated, ("tasks", task), "a map of settings", fix)
-            elif value and "extends" in value:
-                fix = "write what it brings here, or `extends` at the top of the size"
-                yield _wrong(stated, ("tasks", task, "extends"), "settings alone", fix)
+            at = Problem("tasks", "", "", "", *stated.place(("tasks",)))
+            raise self.stop(at, "a size of a model, which is no run", "a recipe", fix)
+        values: dict[KeyPath, Any] = {("tasks",): tasks}
+        if isinstance(tasks, dict):
+            values = {("tasks", name): value for name, value in tasks.items()}
+        for key, value in values.items():
+            if not isinstance(value, dict | None) or "extends" in (value or ()):
+                allowed = "maps of settings by task, without `extends`"
+                fix = "write `tasks: {NAME: {…}}`, and `extends` at the top of the size"
+                place = stated.place(key)
+                yield Problem(dotted(key), stated.text(key), allowed, fix, *place)
 
     def extended(
-        self, stated: Stated, path: Path, chain: Sequence[Path]
+        self, stated: Stated, path: Path, chain: Sequence[Path], key: str
     ) -> list[tuple[Path, Problem]]:
-        """The files named by `extends`, each with the place that names it."""
+        """The files named by `extends`, each with the place that names it, there called
+        `key`."""
         named, parents = stated.data["extends"], []
         paths: list[KeyPath] = [("extends",)]
         if isinstance(named, list) and named:
             paths = [("extends", number) for number in range(len(named))]
         for here in paths:
-            origin = Problem("extends", "", "", "", *stated.place(here))
+            place = stated.places.get(here, stated.places[("extends",)])
+            origin = Problem(key, "", "", "", *place)
             value = stated.at(here)
             if not isinstance(value, str) or not value:
                 found, fix = stated.text(here), "extends: ../base/pretrain.yml"
@@ -257,15 +260,11 @@ class _Files:
         return RecipeError([*self.problems, problem])
 
 
-def _wrong(stated: Stated, path: KeyPath, allowed: str, fix: str) -> Problem:
-    return Problem(dotted(path), stated.text(path), allowed, fix, *stated.place(path))
-
-
 def _override(text: str, problems: list[Problem]) -> Stated:
     """What a `KEY.PATH=VALUE` text states: nothing if it cannot be read."""
     key, equals, value = text.partition("=")
     key = key.strip()
-    parts, nothing = tuple(key.split(".")), Stated({}, {}, {})
+    parts, nothing = tuple(key.split(".")), Stated({}, {})
     if not equals or not all(parts) or len(parts) > MAX_DEPTH:
         fix = "e.g. --set parallel.tensor=4"
         problems.append(Problem(OVERRIDE_FILE, text, "KEY.PATH=VALUE", fix, OVERRIDE_FILE))
@@ -279,7 +278,14 @@ def _override(text: str, problems: list[Problem]) -> Stated:
     except RecipeError as error:
         stated, wrong = nothing, [*error.problems]
     problems.extend(replace(problem, key=key, line=0) for problem in wrong)
-    return nothing if stated is nothing else stated.under(parts, OVERRIDE_FILE)
+    if stated is nothing:
+        return nothing
+    data = stated.data
+    for name in reversed(parts):
+        data = {name: data}
+    above = [parts[:end] for end in range(1, len(parts))]
+    inside = [(*parts, *path) for path in stated.places]
+    return Stated(data, dict.fromkeys([*above, *inside], Location(OVERRIDE_FILE, 0)))
 
 
 def _real(path: Path) -> Path:
@@ -289,7 +295,12 @@ def _real(path: Path) -> Path:
         return path
 
 
-def _similar(path: Path) -> str:
+def _similar(path: Path, origin: Problem) -> str:
+    """The fix for a file that is not there, which the command line or `extends` names."""
+    extends = origin.key == "extends"
+    if not extends and _HUB_ID.fullmatch(str(path)) and path.suffix not in (".yaml", ".yml"):
+        return f"for a model of the hub: dmt init {path} --cluster NODESxGPUSxNAME"
+    shipped = shipped_recipes()
     try:
         names = sorted(entry.name for entry in path.parent.iterdir())[:1000]
     except OSError:
@@ -299,7 +310,10 @@ def _similar(path: Path) -> str:
         composed = {name: composed_names(path.parent / name) for name in sizes}
         names = [name for name in names if not composed.get(name)]
         names += [name for of_size in composed.values() for name in of_size]
-    close = closest(path.name, names)
-    if shipped := closest(path.name, shipped_recipes()) if not close else "":
-        return f"did you mean the shipped recipe `{shipped}`? `dmt recipes` lists them"
-    return f"did you mean `{normpath(path.parent / close)}`?" if close else "check the name"
+    if close := closest(path.name, names):
+        return f"did you mean `{normpath(path.parent / close)}`?"
+    if not (close := closest(path.name, shipped)):
+        return "check the name"
+    name = f"{SHIPPED}{shipped[close].relative_to(RECIPES).with_suffix('')}"
+    known = f"`{name}`" if extends else f"the shipped recipe `{close}`"
+    return f"did you mean {known}? `dmt recipes` lists them"

@@ -1,6 +1,6 @@
 """A recipe file → a frozen, checked `Recipe`, or every mistake at once."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +11,10 @@ from toolkit.intake.checks import broken_rules
 from toolkit.intake.layers import read_layers
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
-from toolkit.recipe.explain import MAX_PROBLEMS, UNKNOWN_KEY, explain
+from toolkit.recipe.explain import MAX_PROBLEMS, explain
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.yaml_text import WHOLE_FILE, Stated, dotted, parts_of
-from toolkit.text.redact import MASK, redact, redactor
+from toolkit.recipe.yaml_text import WHOLE_FILE, Stated, parts_of
+from toolkit.text.redact import redact, redactor
 from toolkit.text.units import shortened
 
 _LONGEST_TEXT = 200
@@ -41,32 +41,31 @@ def load_recipe(
         layers = read_layers(Path(path), [*stated, *there])
     except RecipeError as error:
         raise RecipeError(_presentable(error.problems, ())) from None
-    problems = [one for layer in layers.each for one in _secrets(layer)]
-    problems += layers.problems
+    if not layers.problems:
+        return judged(layers.merged, layers.files)
+    problems = [*layers.problems]
     try:
-        recipe = Recipe.model_validate(layers.merged.data)
-        if not problems:
-            problems += (_placed(one, layers.merged) for one in broken_rules(recipe))
-    except ValidationError as error:
-        problems += explain(error, layers.merged)
+        valid(layers.merged, ())
     except RecipeError as error:
         problems += error.problems
-    if problems:
-        raise RecipeError(_presentable(problems, layers.files))
+    raise RecipeError(_presentable(problems, layers.files))
+
+
+def valid(stated: Stated, files: Sequence[str] = ()) -> Recipe:
+    """The recipe, each setting of which is valid by itself. Raises RecipeError with every
+    mistake."""
+    try:
+        return Recipe.model_validate(stated.data)
+    except ValidationError as error:
+        raise RecipeError(_presentable(explain(error, stated), files)) from error
+
+
+def judged(stated: Stated, files: Sequence[str] = ()) -> Recipe:
+    """The recipe, which breaks no rule. Raises RecipeError as `load_recipe` does."""
+    recipe = valid(stated, files)
+    if broken := [_placed(one, stated) for one in broken_rules(recipe)]:
+        raise RecipeError(_presentable(broken, files), [*recipe.notes])
     return recipe
-
-
-def _secrets(stated: Stated) -> Iterator[Problem]:
-    """Credentials anywhere in a file; the values themselves are never shown."""
-    looks_secret = redactor().looks_secret
-    for path in stated.written:
-        value = stated.at(path)
-        if isinstance(value, str):  # as written: a path has been made absolute
-            value = stated.unquoted(path)
-        if looks_secret(dotted(path), value):
-            fix = "remove it and set the environment variable (HF_TOKEN, WANDB_API_KEY) instead"
-            place = stated.place(path)
-            yield Problem(dotted(path), MASK, "no credentials in a recipe", fix, *place)
 
 
 def placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
@@ -91,25 +90,20 @@ def _presentable(problems: Iterable[Problem], files: Sequence[str]) -> list[Prob
     rank = {file: index for index, file in enumerate(files)}
     ordered = sorted(first.values(), key=lambda p: (rank.get(p.file, 0), p.line))
     if more := ordered[MAX_PROBLEMS:]:
-        unknown = sum(problem.found == UNKNOWN_KEY for problem in more)
-        found = f"{len(more):,} more problems, {unknown:,} of them unknown keys"
-        place = more[0].file, more[0].line
-        last = Problem(WHOLE_FILE, found, "none", "is this a recipe?", *place)
-        ordered = [*ordered[:MAX_PROBLEMS], last]
-
+        last = Problem(WHOLE_FILE, "more problems", "none", "is this a recipe?")
+        ordered[MAX_PROBLEMS:] = [replace(last, file=more[0].file, line=more[0].line)]
     mask = redactor().redact
 
     def short(text: str) -> str:
         return shortened(mask(text), _LONGEST_TEXT)
 
     return [
-        Problem(
-            short(one.key),
-            short(one.found),
-            mask(one.allowed),
-            short(one.fix),
-            one.file,
-            one.line,
+        replace(
+            one,
+            key=short(one.key),
+            found=short(one.found),
+            allowed=mask(one.allowed),
+            fix=short(one.fix),
         )
         for one in ordered
     ]

@@ -246,6 +246,10 @@ def _joint_problems(config: Mapping[str, Any], model_type: str) -> Iterator[Prob
     rope = rope if isinstance(rope, Mapping) else {}
     yield from _head_problems(config, cls)
     inner = rope.get("rope_theta")
+    theta = config.get("rope_theta", inner)
+    if isinstance(theta, int | float) and theta <= 0:
+        key = next(name for name in ("rope_theta", *_ROPE) if name in config)
+        yield Problem(key, f"a rope_theta of {shown(theta)}", "a rope_theta above 0")
     if inner is not None and config.get("rope_theta", inner) != inner:
         found = f"{shown(config['rope_theta'])}, but {shown(inner)} in the map of positions"
         yield Problem("rope_theta", found, "one value", "remove one of them")

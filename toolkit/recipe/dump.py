@@ -1,7 +1,6 @@
 """A `Recipe` → YAML with every default written out; loads back to an equal recipe."""
 
 import io
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -10,10 +9,8 @@ from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.representer import SafeRepresenter
 
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.yaml_text import NumberError, resolve_plain
+from toolkit.recipe.yaml_text import is_plain
 
-_SAFE_UNQUOTED = re.compile(r"[A-Za-z_./][A-Za-z0-9_./ -]*[A-Za-z0-9_./-]|[A-Za-z]")
-_YAML_1_1_WORDS = frozenset(("y", "n", "yes", "no", "on", "off"))
 _STR = "tag:yaml.org,2002:str"
 _FLOAT = "tag:yaml.org,2002:float"
 _NO_FOLDING = 2**16
@@ -30,7 +27,7 @@ class _Representer(SafeRepresenter):
         return True
 
     def represent_text(self, data: str) -> ScalarNode:
-        return self.represent_scalar(_STR, data, None if _is_plain(data) else '"')
+        return self.represent_scalar(_STR, data, None if is_plain(data) else '"')
 
     def represent_number(self, data: float) -> ScalarNode:
         """`1.0e-08`, never `1e-08`, which YAML 1.1 readers take for text."""
@@ -65,15 +62,6 @@ def dump(data: object, *, flow: bool) -> str:
 def in_yaml(value: object) -> str:
     """`value` as a recipe states it, on one line."""
     return dump(value, flow=True).removesuffix("...\n").strip()
-
-
-def _is_plain(text: str) -> bool:
-    if not _SAFE_UNQUOTED.fullmatch(text) or text.lower() in _YAML_1_1_WORDS:
-        return False
-    try:
-        return isinstance(resolve_plain(text), str)
-    except NumberError:
-        return False
 
 
 def commented(values: Mapping[str, Any], comments: Mapping[str, str]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from toolkit.optimizers.base import OPTIMIZERS
+from toolkit.removed import VALUES
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,9 @@ _NAMES = {
         "bf16 fp16 tf32 mixed_precision torch_dtype dtype",
     Foreign("training.seed"): "random_seed",
     # parallelism
-    Foreign("parallel.tensor"): "tensor_parallel_degree tp tp_size",
-    Foreign("parallel.pipeline"): "pipeline_parallel_size pipeline_parallel_degree pp",
+    Foreign("parallel.tensor"): "tensor_parallel tensor_parallel_degree tp tp_size",
+    Foreign("parallel.pipeline"):
+        "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree pp",
     Foreign("parallel.virtual_pipeline", "chunks per pipeline stage, not layers"):
         "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
     Foreign("parallel.context"):
@@ -67,7 +69,7 @@ _NAMES = {
         "ring_degree ulysses_sequence_parallel_size ulysses_parallel_size",
     Foreign("kernels.context", "all_gather or ulysses"):
         "cp_comm_type cp_comm_strategy cp_mode ring_attn_func",
-    Foreign("parallel.expert"): "expert_parallel_degree ep",
+    Foreign("parallel.expert"): "expert_parallel expert_parallel_degree ep",
     Foreign(None, "derived: world / (tensor · pipeline · context); remove it"):
         "data_parallel_size data_parallel_shard_degree dp",
     Foreign(None, "derived: nodes · gpus_per_node of `cluster`; remove it"): "world_size",
@@ -202,9 +204,12 @@ LATER_VALUES: dict[str, dict[str, str]] = {
 """Values, lowercase, by our setting, that this release lacks or splits: what to write."""
 
 
-def later_value(key: str, value: object) -> str:
-    """The fix of a value that this release lacks; empty for any other."""
-    return LATER_VALUES.get(key, {}).get(str(value).lower(), "")
+def value_fix(key: str, value: object) -> str:
+    """The fix of a value that another tool has, or that this release lacks; else empty."""
+    text = str(value).lower()
+    if ours := FOREIGN_VALUES.get(key, {}).get(text):
+        return f"write {ours}"
+    return VALUES.get(key, {}).get(text) or LATER_VALUES.get(key, {}).get(text, "")
 
 
 @cache

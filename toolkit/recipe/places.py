@@ -10,8 +10,6 @@ from toolkit.errors import RecipeError
 from toolkit.recipe import yaml_text
 from toolkit.system.untrusted import read_bytes
 
-_LONGEST_NAME = 255
-"""Bytes of a file's name, on every common file system."""
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
@@ -44,15 +42,14 @@ def tasks_of(size: Path) -> list[str]:
 def composed_of(path: Path) -> tuple[Path, str] | None:
     """The file of the size and the task that a recipe's name stands for, e.g.
     `llama-3.1-8b-lora.yaml`, where it is no file; None for any other."""
-    if path.suffix != ".yaml" or len(path.name) > _LONGEST_NAME or os.path.lexists(path):
+    if path.suffix != ".yaml" or os.path.lexists(path):
         return None
-    words = path.stem.split("-")
-    splits = (("-".join(words[:n]), "-".join(words[n:])) for n in range(len(words) - 1, 0, -1))
-    near = [(path.with_name(f"{size}.yml"), task) for size, task in splits]
-    try:
-        found = [(size, task) for size, task in near if size.is_file()]
-    except OSError:  # a folder that may not be read
-        return None
+    near = sorted(path.parent.glob("*.yml"), key=lambda size: len(size.stem), reverse=True)
+    found = [
+        (size, path.stem.removeprefix(f"{size.stem}-"))
+        for size in near
+        if path.stem.startswith(f"{size.stem}-")
+    ]
     stated = (one for one in found if one[1] in tasks_of(one[0]))
     return next(stated, found[0] if found else None)
 

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.section import Section
+from toolkit.recipe.yaml_text import plain_text
 
 Schema: TypeAlias = Mapping[str, Any]
 
@@ -165,14 +166,3 @@ def _range(schema: Schema) -> str:
         if name in schema and schema[name] < _GUARD
     ]
     return f" {' and '.join(bounds)}" if bounds else ""
-
-
-def plain_text(value: object) -> str:
-    """A value as a recipe would state it on one line."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(plain_text(item) for item in value)}]"
-    return str(value)

@@ -1,13 +1,15 @@
-"""YAML text → plain data, with the line of every key and the text of every value.
+"""YAML text → plain data, with the line of every key.
 
 ruamel.yaml composes a tree without types, whose size and depth are bounded here, aliases
 included; plain scalars are read by the YAML 1.2 core schema. No constructor ever runs, so a tag
 cannot create an object.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
@@ -45,6 +47,8 @@ _INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+_SAFE_UNQUOTED = re.compile(r"[A-Za-z_./][A-Za-z0-9_./ -]*[A-Za-z0-9_./-]|[A-Za-z]")
+_YAML_1_1_WORDS = frozenset((*_PYYAML_BOOLS, "y", "n"))
 
 _SYNTAX_FIXES = {
     "mapping values are not allowed here": "put a value that contains `: ` in quotes, "
@@ -76,12 +80,10 @@ class Stated:
     """Dicts, lists and values."""
     places: Mapping[KeyPath, Location]
     """Where each key and item stands, () for the document."""
-    written: Mapping[KeyPath, str]
-    """Each value as the user wrote it, a quoted one in double quotes."""
 
     def place(self, path: KeyPath) -> Location:
         """Where a setting is stated, or else the nearest section around it."""
-        while not self.states(path):
+        while path not in self.places or not self.states(path):
             path = path[:-1]
         return self.places[path]
 
@@ -105,43 +107,30 @@ class Stated:
         return node
 
     def text(self, path: KeyPath) -> str:
-        """The value at a path as the user wrote it."""
-        if not self.states(path):
-            return "nothing"
+        """What a path holds, for a problem: a value as YAML states it, or e.g. `a map`."""
         value = self.at(path)
-        if isinstance(value, dict | list):
-            return "a map" if isinstance(value, dict) else "a list"
-        return self.written.get(path) or "nothing"
-
-    def unquoted(self, path: KeyPath) -> str:
-        """The text of a value, without its quotes."""
-        text = self.written.get(path, "")
-        return text[1:-1] if self.is_quoted(path) else text
-
-    def is_quoted(self, path: KeyPath) -> bool:
-        """True if a value is in quotes."""
-        return self.written.get(path, "").startswith('"')
-
-    def inside(self, path: KeyPath) -> "Stated":
-        """The value at a path as a document of its own."""
-        end, around = len(path), self.place(path)
-        places = {key[end:]: at for key, at in self.places.items() if key[:end] == path}
-        written = {key[end:]: text for key, text in self.written.items() if key[:end] == path}
-        return Stated(self.at(path), {**places, (): around}, written)
-
-    def under(self, path: tuple[str, ...], file: str) -> "Stated":
-        """The document as the value at a path of another, whose text is in no file."""
-        data, place = self.data, Location(file, 0)
-        for name in reversed(path):
-            data = {name: data}
-        above = [path[:end] for end in range(len(path))]
-        places = dict.fromkeys([*above, *((*path, *key) for key in self.places)], place)
-        written = {(*path, *key): text for key, text in self.written.items()}
-        return Stated(data, places, written)
+        if isinstance(value, dict):
+            return "a map"
+        if isinstance(value, list):
+            return "a list" if value else "an empty list"
+        if isinstance(value, str):
+            return value if is_plain(value) else f'"{value}"'
+        return "nothing" if value is None else plain_text(value)
 
 
 class NumberError(ValueError):
     """A number that is too long, or not finite."""
+
+
+def plain_text(value: object) -> str:
+    """A value as a recipe would state it on one line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(plain_text(item) for item in value)}]"
+    return str(value)
 
 
 def dotted(path: KeyPath) -> str:
@@ -183,6 +172,16 @@ def resolve_plain(text: str) -> Value:
     return number
 
 
+def is_plain(text: str) -> bool:
+    """True if every YAML reader takes these letters, without quotes, for this text."""
+    if not _SAFE_UNQUOTED.fullmatch(text) or text.lower() in _YAML_1_1_WORDS:
+        return False
+    try:
+        return isinstance(resolve_plain(text), str)
+    except NumberError:
+        return False
+
+
 def _in_pyyaml(text: str, value: Value) -> Value:
     """An unquoted scalar by YAML 1.1, where that differs: `on`, `500_000`, `0777`."""
     if _UNDERSCORED.fullmatch(text):
@@ -205,7 +204,7 @@ def parse(text: str, file: str, *, is_foreign: bool = False) -> tuple[Stated, li
     root = reader.compose(text)
     reader.places[()] = reader.place(root)
     data = reader.value(root, ()) if root is not None else None
-    return Stated(data, reader.places, reader.written), reader.problems
+    return Stated(data, reader.places), reader.problems
 
 
 class _NoTypes(VersionedResolver):
@@ -219,6 +218,10 @@ class _NoTypes(VersionedResolver):
 def _composed(text: str) -> Any:
     """The tree of ruamel's composer, which nobody changes: recipes share the files that they
     extend."""
+    if "\t" in text:
+        with suppress(ValueError, RecursionError):
+            json.loads(text)
+            text = text.replace("\t", " ")  # JSON may be indented by tabs, YAML may not
     yaml = YAML(typ="safe", pure=True)
     yaml.Resolver = _NoTypes
     yaml.composer.warn_double_anchors = False
@@ -231,7 +234,6 @@ class _Reader:
     is_foreign: bool
     problems: list[Problem] = field(default_factory=list)
     places: dict[KeyPath, Location] = field(default_factory=dict)
-    written: dict[KeyPath, str] = field(default_factory=dict)
     nodes: int = 0
     around: list[Any] = field(default_factory=list)
     """The collections that the present node is in."""
@@ -336,7 +338,7 @@ class _Reader:
             fix = "write the settings out, or use `extends:`"
             self.report((*path, "<<"), node, "a merge key", "text keys", fix)
             return ""
-        value = self.scalar(node, path, is_key=True)
+        value = self.scalar(node, path)
         if not isinstance(value, str) or not value:
             fix = f'put it in quotes: "{text}"' if text else "write a key first"
             self.report(path, node, f"the key {text!r}", "text keys", fix)
@@ -350,12 +352,10 @@ class _Reader:
             items.append(self.value(item, (*path, index)))
         return items
 
-    def scalar(self, node: Any, path: KeyPath, *, is_key: bool = False) -> Value:
+    def scalar(self, node: Any, path: KeyPath) -> Value:
         text, is_quoted = str(node.value), node.style is not None
         if _UNSTORABLE.search(text):  # JSON escapes an emoji as two surrogates
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-        if not is_key:
-            self.written[path] = f'"{text}"' if is_quoted else text
         if found := _UNSTORABLE.search(text):
             fix = "remove the character"
             self.report(path, node, f"the character {found[0]!r}", "text", fix)

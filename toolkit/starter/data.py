@@ -9,6 +9,7 @@ from toolkit.data.columns import MESSAGES, TEXT
 from toolkit.data.readers import columns_of, ending_of, read_rows
 from toolkit.data.tokenizers import BYTES, count_tokens
 from toolkit.errors import DataError, PlanError
+from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.starter.draft import Task, as_recipe
 
@@ -20,13 +21,14 @@ UPDATES = 20
 """An epoch has at least so many steps, where the data allows it."""
 WARMUP = 0.1
 """Share of the steps."""
-_FIX = "write the recipe without --data, and change its `data` section"
 _KINDS: dict[Task, str] = {
     "pretrain": "text",
     "sft": "chat",
     "lora": "chat",
     "dpo": "preference",
 }
+_COLUMNS = {"chat": ("instruction", "output"), "preference": ("prompt", "chosen", "rejected")}
+"""The columns of a row of texts, by the kind of data."""
 
 
 def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
@@ -43,7 +45,7 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
     shown["schedule"] = schedule
     if not fraction:
         shown.pop("evaluation", None)
-    samples, ranks = _samples(as_recipe(shown, "--data", _FIX), data), recipe.cluster.world_size
+    samples, ranks = _samples(as_recipe(shown, "--data"), data), recipe.cluster.world_size
     usual = recipe.training.global_batch_size
     batch = max(min(usual, samples // UPDATES // ranks * ranks), ranks)
     if samples < batch:
@@ -57,7 +59,7 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
     fits = 0 < usual <= WARMUP * steps
     shown["training"]["global_batch_size"] = batch
     shown["schedule"] |= {"warmup_steps": usual} if fits else {"warmup_ratio": WARMUP}
-    return as_recipe(shown, "--data", _FIX)
+    return as_recipe(shown, "--data")
 
 
 def _without(section: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -92,16 +94,20 @@ def source_of(data: Path, task: Task) -> dict[str, Any]:
         rows |= {"kind": "hf"} | ({} if "text" in texts else {"text_field": texts[0]})
     else:
         kind = "unknown"
-    if kind != _KINDS[task]:
-        held = ", ".join(columns) or "text"
-        tasks = [one for one, trained in _KINDS.items() if trained == kind]
-        fix = "name the columns in the recipe's `data` section (docs/data.md)"
-        if tasks:
-            fix = f"--task {' or '.join(tasks)}, or name a file with {_KINDS[task]} data"
-        raise PlanError(
-            f"--data: {data} has {held}, which is not what {task} trains on", fix=fix
-        )
-    return {"kind": kind, **rows}
+    if kind == _KINDS[task]:
+        return {"kind": kind, **rows}
+    tasks = [one for one, trained in _KINDS.items() if trained == kind]
+    usual = _COLUMNS.get(_KINDS[task], ())
+    if tasks:
+        fix = f"--task {' or '.join(tasks)}, or name a file with {_KINDS[task]} data"
+    elif usual and len(texts) >= len(usual):
+        named = in_yaml(dict(zip(usual, texts, strict=False)))
+        fix = "write the recipe without --data, and state in it `data.train: {kind: "
+        fix += f"{_KINDS[task]}, path: {data}, columns: {named}}}`"
+    else:
+        fix = "write the recipe without --data, and state data.train in it (docs/data.md)"
+    held = ", ".join(columns) or "text"
+    raise PlanError(f"--data: {data} has {held}, which is not what {task} trains on", fix=fix)
 
 
 def count_samples(recipe: Recipe, data: Path) -> int | None:

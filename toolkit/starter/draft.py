@@ -6,11 +6,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
-
 from toolkit.errors import PlanError
 from toolkit.intake.layers import read_layers
-from toolkit.intake.load import load_recipe
+from toolkit.intake.load import load_recipe, valid
 from toolkit.models.families import model_spec
 from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.models.spec import ModelSpec
@@ -18,6 +16,7 @@ from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.planner import placed_on
 from toolkit.recipe.places import RECIPES, shipped_recipes
 from toolkit.recipe.schema import ModelSection, Recipe
+from toolkit.recipe.yaml_text import Location, Stated
 from toolkit.registry import load
 from toolkit.text.suggest import did_you_mean
 
@@ -168,18 +167,12 @@ def _usual_recipe(
             del data["model"]["balance"]  # PEFT's folder has no such bias
     data["training"] = {**base["training"], **training}
     data["optimizer"] = {**base["optimizer"], **optimizer}
-    return as_recipe(data, model.get("hub", name), "choose another model")
+    return as_recipe(data, model.get("hub", name))
 
 
-def as_recipe(data: Mapping[str, Any], source: str, fix: str) -> Recipe:
-    """A drafted recipe, checked. Raises PlanError with the first mistake."""
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        message = f"{source}: no recipe can be made of it: {where}: {first['msg']}"
-        raise PlanError(message, fix=fix) from error
+def as_recipe(values: Mapping[str, Any], source: str) -> Recipe:
+    """A drafted recipe. Raises RecipeError with every mistake in it, whose file is `source`."""
+    return valid(Stated(values, {(): Location(source, 0)}))
 
 
 def _name(folder: Path, task: Task) -> str:
@@ -208,14 +201,17 @@ def _config(model: str, source: str) -> Mapping[str, Any]:
 
 
 def _tokenizer(folder: Path, source: str, task: Task) -> str:
-    if not folder.is_dir() or any((folder / name).exists() for name in _TOKENIZER_FILES):
-        return source
-    if task != "pretrain":
+    if lacks_tokenizer(folder) and task != "pretrain":
         raise PlanError(
             f"MODEL: {folder} holds no tokenizer, and its weights know only their own",
             fix=f"copy the model's {_TOKENIZER_FILES[0]} there, or --task pretrain",
         )
-    return source  # which `dmt check` refuses until there is one
+    return source  # `dmt check` refuses a folder until there is one
+
+
+def lacks_tokenizer(folder: Path) -> bool:
+    """True if a folder holds none of a tokenizer's files."""
+    return folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES)
 
 
 def _has_template(folder: Path) -> bool:

@@ -1,27 +1,25 @@
 """The recipe that files of other tools state, as a YAML with the origin of every value."""
 
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-from pydantic import ValidationError
 
 from toolkit.data.local import NO_TOKENIZER, PLACEHOLDER
 from toolkit.errors import DmtError, PlanError, RecipeError
 from toolkit.foreign.carry import Carried, ForeignSetting, Found, Left, left_lines
 from toolkit.foreign.megatron import config_of
 from toolkit.foreign.statements import complete, ranks_of, read_together
-from toolkit.intake.load import load_recipe
+from toolkit.intake.load import judged, valid
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.dump import commented
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
+from toolkit.recipe.yaml_text import KeyPath, Location, Stated
 from toolkit.starter.data import source_of
-from toolkit.starter.draft import Task, as_recipe, draft, draft_of_config, legal_name
+from toolkit.starter.draft import Task, draft, draft_of_config, legal_name
 from toolkit.text.dotted import nested
 from toolkit.text.redact import looks_secret, redact
 from toolkit.text.terminal import printable
@@ -29,7 +27,6 @@ from toolkit.text.terminal import printable
 DRAFTED = "not in the files: dmt init's usual value"
 _KINDS = {"pretrain": "hf", "sft": "chat", "lora": "chat", "dpo": "preference"}
 _TASKS: dict[str, Task] = {"sft": "sft", "dpo": "dpo", "orpo": "dpo", "pretrain": "pretrain"}
-_FIX = "change that setting in the file, or write the recipe by hand"
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,7 @@ def import_files(
         "# Settings with a FILE:LINE are those of the files; check the others.",
         *commented(_nested(found), origins),
     ])  # fmt: skip
-    problem = redact(_problem(body))
+    problem = redact(_problem(found))
     left = (*left_lines([_masked(one) for one in found.left]),)
     after = [f"# {line}" for line in left]
     after += [f"# not planned: {' '.join(problem.split())}"] if problem else []
@@ -251,18 +248,12 @@ def _add_validation(found: Found) -> None:
 
 
 def _valid(found: Found) -> Recipe:
-    """The recipe. Raises PlanError, with the place of a value that the schema refuses."""
-    values = _nested(found)
-    try:
-        return Recipe.model_validate(values)
-    except ValidationError as error:
-        path = ".".join(map(str, error.errors()[0]["loc"]))
-        places = (
-            _origin(one)
-            for key, one in found.values.items()
-            if f"{path}.".startswith(f"{key}.")
-        )
-        return as_recipe(values, printable(next(places, "--from")), _FIX)
+    """The recipe. Raises RecipeError, with the places of values that the schema refuses."""
+    places: dict[KeyPath, Location] = {
+        tuple(key.split(".")): Location(one.at.file or one.at.name, one.at.line)
+        for key, one in found.values.items()
+    }
+    return valid(Stated(_nested(found), {(): Location("--from", 0), **places}))
 
 
 def _clean_name(found: Found) -> None:
@@ -275,15 +266,12 @@ def _clean_name(found: Found) -> None:
         )
 
 
-def _problem(body: str) -> str:
+def _problem(found: Found) -> str:
     """Why it cannot be checked or planned as it is; empty where it can."""
-    with tempfile.TemporaryDirectory(prefix="dmt-init-") as folder:
-        file = Path(folder) / "recipe.yaml"
-        file.write_text(body, encoding="utf-8")
-        try:
-            plan_recipe(load_recipe(file), explained=False)
-        except DmtError as error:
-            return str(error).replace(f"{file}:", "line ")
+    try:
+        plan_recipe(judged(Stated(_nested(found), {(): Location("", 0)})), explained=False)
+    except DmtError as error:
+        return str(error)
     return ""
 
 

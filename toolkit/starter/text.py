@@ -1,20 +1,20 @@
 """A recipe as a short YAML with comments: what `auto` comes to on this cluster."""
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from toolkit.intake.load import load_recipe
+from toolkit.intake.load import judged
 from toolkit.layout import Layout
 from toolkit.plan.dimensions import DIMENSION
 from toolkit.plan.estimate import Estimate, estimate_plan
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.dump import commented, dump
+from toolkit.recipe.dump import commented
 from toolkit.recipe.schema import Recipe
-from toolkit.starter.draft import Task, draft
+from toolkit.recipe.yaml_text import Location, Stated
+from toolkit.starter.draft import Task, draft, lacks_tokenizer
 from toolkit.text.units import GIB, duration, human, seconds
 
 _DEGREES = tuple(
@@ -30,8 +30,8 @@ def starter(
     """The YAML of a recipe for `model` on `cluster`, which the user called `given`; `data`: a
     file to train on.
 
-    It is read back and planned before it is returned: what it says can be checked and
-    planned. Raises PlanError or RecipeError where that is not possible.
+    It is checked and planned before it is returned. Raises PlanError or RecipeError where that
+    is not possible.
     """
     given = " ".join(given.split())  # it is quoted in comments
     drafted = draft(model, cluster, task)
@@ -40,10 +40,7 @@ def starter(
 
         drafted = with_data(drafted, data, task)
     values = stated(drafted)
-    with tempfile.TemporaryDirectory(prefix="dmt-init-") as folder:
-        file = Path(folder) / "recipe.yaml"
-        file.write_text(dump(values, flow=False), encoding="utf-8")
-        recipe = load_recipe(file)
+    recipe = judged(Stated(values, {(): Location(model, 0)}))
     plan = plan_recipe(recipe, cluster, explained=False)
     option = f" --cluster {given}" if given.endswith((".yaml", ".yml")) else ""
     head = [
@@ -82,6 +79,8 @@ def _comments(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
     training, layout = recipe.training, plan.layout
     tokens = training.batches.tokens(1)
     yield "model", f"{plan.parameters:,} parameters"
+    if lacks_tokenizer(Path(recipe.data.tokenizer)):
+        yield "data.tokenizer", "TO DO: it holds no tokenizer; copy one there, or name another"
     yield "training.global_batch_size", f"samples; {human(tokens)} tokens a step"
     if (steps := recipe.total_steps()) is not None:
         yield "training.steps", f"{human(steps * tokens)} tokens"

@@ -4,7 +4,6 @@
 secret in a text.
 """
 
-import itertools
 import json
 import os
 import re
@@ -35,17 +34,6 @@ _INNOCENT_VARIABLES = frozenset(
 """Exact names: working directories, programs that ask for a password, and the public key that
 images of Python name."""
 
-_SECRET_WORDS = frozenset((
-    "secret", "secrets", "password", "passwords", "passwd", "passphrase", "credential",
-    "credentials", "apikey", "authorization", "bearer",
-))  # fmt: skip
-_KEY_OWNERS = frozenset(
-    ["api", "access", "private", "secret", "wandb", "ssh", "encryption", "signing"]
-)
-_TOKEN_OWNERS = frozenset((
-    "hf", "auth", "access", "api", "wandb", "hub", "bearer", "session", "refresh", "github",
-    "gitlab", "security", "secret",
-))  # fmt: skip
 _DIGEST_WORDS = frozenset(
     ["revision", "commit", "sha", "sha1", "sha256", "md5", "hash", "digest", "checksum", "ref"]
 )
@@ -74,12 +62,17 @@ _PRIVATE_KEY = re.compile(
     r"(?:-----END [A-Z ]{0,40}PRIVATE KEY-----)?"
 )
 _SECRET_NAME = (
-    r"(?:[A-Za-z0-9]{1,30}[_-]){0,6}"
-    r"(?:api[_-]?key|access[_-]?key|private[_-]?key|secret[_-]?key|secret|password|passwd|"
-    r"(?:hf|auth|access|api|wandb|hub|bearer|session)[_-]?token)"
+    r"(?:(?:api|access|private|secret|wandb|ssh|encryption|signing)[_-]?key|"
+    r"secrets?|passwords?|passwd|passphrase|credentials?|authorization|bearer|"
+    r"(?:hf|auth|access|api|wandb|hub|bearer|session|refresh|github|gitlab|security|secret)"
+    r"[_-]?token)"
 )
+_SECRET_KEY = re.compile(rf"(?<![a-z0-9]){_SECRET_NAME}(?![a-z0-9])")
+"""Within one name of a dotted key, in lower case with `_` between its words."""
+_NAME_IN_TEXT = rf"(?:[A-Za-z0-9]{{1,30}}[_-]){{0,6}}{_SECRET_NAME}"
 _ASSIGNED = re.compile(
-    rf"(?<![A-Za-z0-9])({_SECRET_NAME}[\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?|--{_SECRET_NAME}\s)"
+    rf"(?<![A-Za-z0-9])({_NAME_IN_TEXT}[\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?(?:bearer |basic )?"
+    rf"|--{_NAME_IN_TEXT}\s)"
     r"([^\s\"',;&]{6,})",
     re.IGNORECASE,
 )
@@ -156,7 +149,8 @@ class Redactor:
         """
         if value is None or isinstance(value, bool):
             return False
-        if any(_secret_words(_words(part)) for part in key.split(".")):
+        names = [_words(part) for part in key.split(".")]
+        if any(_SECRET_KEY.search(name) or name == "token" for name in names):
             return True
         if not isinstance(value, str):
             return False
@@ -164,7 +158,7 @@ class Redactor:
             return True
         if any(pattern.search(value) for pattern in _IN_VALUES):
             return True
-        if _DIGEST_WORDS.intersection(_words(key.rpartition(".")[2])):
+        if _DIGEST_WORDS.intersection(names[-1].split("_")):
             return False
         return bool(_LONG_HEX.fullmatch(value) or _LONG_BASE64.fullmatch(value))
 
@@ -201,17 +195,7 @@ def _spellings(secret: str) -> Iterator[str]:
     yield quote(secret)
 
 
-def _words(key: str) -> list[str]:
-    """`HFToken`, `hf-token` and `hf_token` → [hf, token]."""
+def _words(key: str) -> str:
+    """`HFToken`, `hf-token` and `hf_token` → `hf_token`."""
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", key)
-    return [word for word in re.split(r"[^A-Za-z0-9]+", spaced.lower()) if word]
-
-
-def _secret_words(words: list[str]) -> bool:
-    if _SECRET_WORDS.intersection(words) or words == ["token"]:
-        return True
-    return any(
-        (second == "key" and first in _KEY_OWNERS)
-        or (second == "token" and first in _TOKEN_OWNERS)
-        for first, second in itertools.pairwise(words)
-    )
+    return re.sub(r"[^a-z0-9]+", "_", spaced.lower()).strip("_")

@@ -30,7 +30,7 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, Placement, Stage
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.planner import first_loss_scale
-from toolkit.recipe.foreign import later_value
+from toolkit.recipe.foreign import LATER_VALUES
 from toolkit.recipe.schema import Recipe
 from toolkit.text.dotted import get, put
 from toolkit.text.suggest import did_you_mean
@@ -278,7 +278,7 @@ def _disagreements(
             continue
         shown = json.dumps(accepted[0])
         allowed = f'{shown}, as the recipe says ({OWNED[key]}), or "auto"'
-        fix = later_value(OWNED[key], found) or (
+        fix = LATER_VALUES.get(OWNED[key], {}).get(str(found).lower()) or (
             f'write "auto" here, or change {OWNED[key]} in the recipe'
         )
         yield file.problem(key, found, allowed, fix)

@@ -9,7 +9,7 @@ from typing import Any
 from toolkit.errors import DmtError, RecipeError, RunFailed
 from toolkit.extras.tune.layouts import LayoutStudy, key_of, searched, settings_of
 from toolkit.extras.tune.study import TrialRecord, TuneRequest
-from toolkit.intake.layers import read_layers
+from toolkit.intake.layers import read_overrides
 from toolkit.intake.load import load_recipe
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.recipe.dump import dump
@@ -62,7 +62,7 @@ def write_tuned(
 
 def write_searched(recipe: Path, overrides: Sequence[str], file: Path, note: str) -> None:
     """Write the recipe with these `KEY=VALUE` settings."""
-    settings = read_layers(recipe, overrides).each[-1].data
+    settings = read_overrides(overrides)[0].data
     _write(recipe, file, settings, f"{HEADER} --search`: {note}")
 
 

@@ -17,7 +17,7 @@ from toolkit.layout import Pair, Precision, Stage
 from toolkit.plan.dimensions import DEGREES, is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.recipe.schema import ClusterSection, ParallelSection
-from toolkit.recipe.words import plain_text
+from toolkit.recipe.yaml_text import plain_text
 
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
 RANKS = ("tensor", "pipeline", "context")
