@@ -6,20 +6,16 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import chain, islice
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 
 from toolkit.data.chat.maker import Batch, SampleBatch, SampleMaker
 from toolkit.errors import DataError
 
 ALONE = 4
 """Batches that this process renders before it starts others, which takes them 2 s."""
-_AHEAD = 2
-"""Batches per process that are read ahead."""
 
 
 def made_in_order(make: SampleMaker, batches: Iterator[Batch]) -> Iterator[SampleBatch]:
@@ -27,55 +23,11 @@ def made_in_order(make: SampleMaker, batches: Iterator[Batch]) -> Iterator[Sampl
     process per core. Raises the DataError of the first batch that has one."""
     count = len(os.sched_getaffinity(0))
     yield from map(make, islice(batches, ALONE if count > 1 else None))
-    if (following := next(batches, None)) is not None:
-        yield from _made_by_processes(make, chain([following], batches), count)
-
-
-def _made_by_processes(
-    make: SampleMaker, batches: Iterator[Batch], count: int
-) -> Iterator[SampleBatch]:
-    idle = SimpleQueue[Connection]()
-
-    def made(batch: Batch) -> SampleBatch:
-        connection = idle.get()
-        try:
-            with _connected():
-                connection.send(batch)
-                answer: SampleBatch | DataError = connection.recv()
-        finally:
-            idle.put(connection)
-        if isinstance(answer, DataError):
-            raise answer
-        return answer
-
-    with ThreadPoolExecutor(count) as threads:
-        processes = []
-        try:
-            for _ in range(count):
-                process, connection = _started()
-                processes.append(process)
-                with _connected():
-                    connection.send(make)
-                idle.put(connection)
-            ahead = deque[Future[SampleBatch]]()
-            for batch in batches:
-                ahead.append(threads.submit(made, batch))
-                if len(ahead) > _AHEAD * count:
-                    yield ahead.popleft().result()
-            while ahead:
-                yield ahead.popleft().result()
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-
-
-@contextmanager
-def _connected() -> Iterator[None]:
-    """Raise DataError if the process at the other end of a connection ends."""
+    if (following := next(batches, None)) is None:
+        return
     try:
-        yield
-    except (EOFError, OSError) as error:
+        yield from _made_by_processes(make, chain([following], batches), count)
+    except (EOFError, ConnectionError) as error:
         raise DataError(
             "a process that renders chats has ended",
             fix="see what it printed; if it was killed for want of memory, take another "
@@ -83,8 +35,31 @@ def _connected() -> Iterator[None]:
         ) from error
 
 
-def _started() -> tuple["subprocess.Popen[bytes]", Connection]:
-    """A process that ends when the other end of its connection, which is ours, is closed."""
+def _made_by_processes(
+    make: SampleMaker, batches: Iterator[Batch], count: int
+) -> Iterator[SampleBatch]:
+    """The processes take turns, and each has one batch at a time."""
+    with ExitStack() as running:
+        idle = [running.enter_context(_process()) for _ in range(count)]
+        for connection in idle:
+            connection.send(make)
+        busy = deque[Connection]()
+        for batch in batches:
+            if idle:
+                connection = idle.pop()
+                connection.send(batch)
+            else:
+                connection = busy.popleft()
+                made = _answer(connection)
+                connection.send(batch)
+                yield made
+            busy.append(connection)
+        yield from map(_answer, busy)
+
+
+@contextmanager
+def _process() -> Iterator[Connection]:
+    """The connection to a process, which ends when this end of it is closed."""
     ours, theirs = Pipe()
     with theirs:
         process = subprocess.Popen(
@@ -92,7 +67,18 @@ def _started() -> tuple["subprocess.Popen[bytes]", Connection]:
             pass_fds=[theirs.fileno()],
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
-    return process, ours
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answer(connection: Connection) -> SampleBatch:
+    answer: SampleBatch | DataError = connection.recv()
+    if isinstance(answer, DataError):
+        raise answer
+    return answer
 
 
 def _serve(connection: Connection) -> None:
