@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.plan.making import LLAMA_8B, TINY, llama_8b, recipe
 from toolkit.errors import PlanError, RecipeError
@@ -136,29 +134,6 @@ def test_round_trip() -> None:
     for new in ("memory_gib", "fits", "step_time_s", "tokens_per_s_per_gpu", "mfu"):
         del data[new]
     assert Plan.from_dict(data).memory_gib is None, "a plan.json of the last release"
-
-
-@given(
-    ranks=st.integers(1, 64),
-    share=st.integers(1, 200),
-    length=st.integers(2, 20_000),
-    micro=st.none() | st.integers(1, 20),
-)
-def test_batches_multiply_to_the_global_batch(
-    ranks: int, share: int, length: int, micro: int | None
-) -> None:
-    batch = ranks * share * (micro or 1)
-    layout = plan_recipe(
-        recipe(
-            cluster__gpus_per_node=ranks,
-            training__global_batch_size=batch,
-            training__micro_batch_size=micro or "auto",
-            training__sequence_length=length,
-        )
-    ).layout
-    assert layout.global_batch == batch
-    assert layout.world == ranks
-    assert layout.micro_batch == (micro or layout.micro_batch)
 
 
 def test_isolated_documents_cost_memory_and_time() -> None:

@@ -22,8 +22,7 @@ from tests.plan.making import (
 )
 from toolkit.errors import PlanError, RecipeError
 from toolkit.intake.load import load_recipe
-from toolkit.layout import Layout, Pair, stage_layers
-from toolkit.models.hub import model_config
+from toolkit.layout import Layout, stage_layers
 from toolkit.plan.alternatives import over
 from toolkit.plan.cost.workload import workload_of
 from toolkit.plan.dimensions import settings
@@ -34,7 +33,7 @@ from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import kernels
 from toolkit.plan.rules.legality import table
 from toolkit.plan.search import TIE, WORTH, kind_of, search
-from toolkit.plan.space import fallbacks, partial_layouts
+from toolkit.plan.space import partial_layouts
 
 # Against a plain enumeration
 
@@ -145,25 +144,6 @@ def test_the_simplest_kind_is_chosen_unless_another_is_more_than_10_percent_fast
     assert best.step_s <= (1 + TIE) * min(same)
 
 
-@pytest.mark.parametrize(
-    ("stated", "pair"),
-    [
-        ({"engine": "fsdp"}, Pair("fsdp", "hf")),
-        ({"engine": "ddp"}, Pair("ddp", "hf")),
-        ({"engine": "deepspeed", "model": "megatron"}, Pair("deepspeed", "megatron")),
-        ({"tensor": 2}, Pair("megatron", "megatron")),
-        ({"replicate": 2}, Pair("fsdp", "hf")),
-        ({"tensor": 2, "zero": {"stage": 2}}, Pair("deepspeed", "megatron")),
-        ({}, Pair("deepspeed", "hf")),
-    ],
-)
-def test_other_engines_run_when_stated_or_when_nothing_else_can(
-    stated: dict[str, Any], pair: Pair
-) -> None:
-    job, cluster = on("1x8xh100-80gb", "llama/llama-3.2-1b-pretrain", **stated)
-    assert search(job, cluster).best.pair == pair
-
-
 def test_offload_is_searched_next_to_tight_layouts() -> None:
     """Without, the fastest layout left less than the margin and was 36 to 48% slower."""
     chosen = found("1x2xh100-80gb", "llama/llama-3.1-8b-sft")
@@ -185,12 +165,6 @@ def test_a_model_has_to_fit_while_it_is_built() -> None:
         *on("16x8xh100-80gb", "llama/llama-3.1-70b-pretrain", **{**fixed, "tensor": 4})
     )
     assert split.fits
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_on_cpu_nothing_is_split_unasked(ranks: int) -> None:
-    layout = tiny(ranks).best.layout
-    assert (layout.dp, layout.tp, layout.pp, layout.recompute) == (ranks, 1, 1, "none")
 
 
 def test_tiny_recipes_plan_zero_2_without_recompute() -> None:
@@ -306,37 +280,6 @@ def test_no_degrees_at_all() -> None:
     with pytest.raises(PlanError, match=r"^parallel\.tensor: no tensor, pipeline") as caught:
         plan_recipe(wanted)
     assert caught.value.fix == "set parallel.sequence to auto"
-
-
-@pytest.mark.parametrize("cluster", ["1x8xh100-80gb", "4x8xa100-40gb", "512x8xh100-80gb"])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gpt2/gpt2-124m-pretrain",
-        "llama/llama-3.1-70b-pretrain",
-        "mistral/mixtral-8x7b-pretrain",
-        "qwen/qwen3-8b-sft",
-    ],
-)
-def test_plans_through_the_loader(name: str, cluster: str) -> None:
-    """What the loader lets pass is planned, and it refuses nothing that has a layout."""
-    place = parse_cluster(cluster)
-    batch = ["training.global_batch_size=4"] if name.endswith("sft") and place.gpus == 8 else []
-    where = [f"cluster.{key}={value}" for key, value in place.section.items()]
-    path = RECIPES / f"{name}.yaml"
-    wanted = load_recipe(path, [*batch, *where])
-    job = PlanRequest.of(wanted, wanted.cluster, model_config(wanted.model))
-    layouts = [fallbacks(job, place.island)[0], fallbacks(job, place.island)[-1]]
-    possible = any(
-        one.micro_batches for fallback in layouts for one in partial_layouts(job, fallback)
-    )
-    if not possible:
-        with pytest.raises(PlanError, match="cannot be spread evenly"):
-            explore(wanted)
-        return
-    best = explore(wanted).best.layout
-    assert best.world == place.gpus
-    assert best.global_batch == wanted.training.global_batch_size
 
 
 def test_a_model_from_the_hub_is_checked_when_planned(tmp_path: Path) -> None:

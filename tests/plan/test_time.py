@@ -236,12 +236,6 @@ def test_utilization_follows_from_the_step_time() -> None:
     assert found.utilization() == pytest.approx(flops / found.total_s / 8 / 989.5e12)
 
 
-def test_a_cpu_has_a_time_but_no_utilization() -> None:
-    found = step_time(replace(MODERN, precision="fp32"), Layout(), parse_cluster("1xcpu"))
-    assert found.total_s > 0
-    assert found.utilization() is None
-
-
 def test_a_precision_that_the_device_lacks_is_refused() -> None:
     with pytest.raises(PlanError, match="v100-32gb has no bf16"):
         step_time(MODERN, Layout(), parse_cluster("1xv100-32gb"))
