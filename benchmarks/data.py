@@ -73,15 +73,15 @@ def texts_of(folder: Path) -> Iterator[str]:
             yield json.loads(line)["text"]
 
 
-def backend_of(folder: Path, name: str) -> Any:
+def backend_of(name: str) -> Any:
     from toolkit.data.tokenizers import encoder, load_tokenizer
 
-    return encoder(load_tokenizer(name, base=folder), parse_special=False)
+    return encoder(load_tokenizer(name), parse_special=False)
 
 
 def bare(folder: Path, name: str) -> Callable[[], object]:
     """The library alone, on batches as large as those of DMT."""
-    backend = backend_of(folder, name)
+    backend = backend_of(name)
     per_batch = BATCH_CHARACTERS // DOCUMENT_CHARACTERS
     texts = texts_of(folder)
     batches = list(iter(lambda: list(islice(texts, per_batch)), []))
@@ -100,21 +100,21 @@ def dmt(folder: Path, name: str) -> Callable[[], object]:
     from toolkit.recipe.schema import HfSource
 
     cache = Path(mkdtemp(dir=folder))
-    source = HfSource(kind="hf", path="corpus.jsonl")
-    tokenizer = load_tokenizer(name, base=folder)
-    return lambda: prepare(source, tokenizer, base=folder, cache=cache)
+    source = HfSource(kind="hf", path=str(folder / "corpus.jsonl"))
+    tokenizer = load_tokenizer(name)
+    return lambda: prepare(source, tokenizer, cache=cache)
 
 
 _tokenizer: Any = None
 """Of a process of the pool."""
 
 
-def _load(folder: Path, name: str) -> None:
+def _load(name: str) -> None:
     from toolkit.data.tokenizers import load_tokenizer
 
     global _tokenizer
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    _tokenizer = load_tokenizer(name, base=folder)
+    _tokenizer = load_tokenizer(name)
 
 
 def _encode_line(line: str) -> list[int]:
@@ -123,20 +123,18 @@ def _encode_line(line: str) -> list[int]:
 
 def documents(folder: Path, name: str) -> Callable[[], object]:
     """One document after the other, in a pool of processes."""
-    from toolkit.data.formats.indexed import IndexedWriter
+    from toolkit.data.indexed import write_indexed
     from toolkit.data.tokenizers import load_tokenizer
 
-    end = load_tokenizer(name, base=folder).eos_token_id
-    pool = multiprocessing.get_context("spawn").Pool(os.cpu_count(), _load, (folder, name))
+    end = load_tokenizer(name).eos_token_id
+    pool = multiprocessing.get_context("spawn").Pool(os.cpu_count(), _load, (name,))
     pool.map(len, ["started"] * 100, chunksize=1)
 
     def run() -> None:
         prefix = Path(mkdtemp(dir=folder)) / "tokens"
-        with (folder / "corpus.jsonl").open() as file, IndexedWriter(prefix, np.uint16) as out:
-            for ids in pool.imap(_encode_line, file, 32):
-                out.append([*ids, end])
-                out.end_document()
-            out.commit()
+        with (folder / "corpus.jsonl").open() as file:
+            encoded = pool.imap(_encode_line, file, 32)
+            write_indexed(prefix, np.uint16, ([*ids, end] for ids in encoded))
 
     return run
 
@@ -212,7 +210,7 @@ def main() -> None:
             "cores": os.cpu_count(),
             "versions": {name: version(name) for name in ("tokenizers", "datasets")},
             "megabytes": options.megabytes,
-            "bpe": tokenising(folder, "./bpe", options.rounds),
+            "bpe": tokenising(folder, str(folder / "bpe"), options.rounds),
             "bytes": tokenising(folder, "bytes", options.rounds),
         }
     print(json.dumps(result, indent=2))

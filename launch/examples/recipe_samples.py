@@ -3,7 +3,7 @@
 from torch import Tensor, from_numpy
 from torch.utils.data import Dataset
 
-from toolkit.data.build import recipe_data
+from toolkit.data.build import build_data
 from toolkit.errors import DataError
 from toolkit.intake.checks import steps_with
 from toolkit.models.huggingface import build_config
@@ -21,7 +21,7 @@ class RecipeSamples(Dataset[dict[str, Tensor]]):
     def __init__(self, recipe: Recipe) -> None:
         """Tokenise the data, or find it in the cache; one process does.
 
-        Raises DataError as `recipe_data` does, for pairs, and for isolated documents: only the
+        Raises DataError as `build_data` does, for pairs, and for isolated documents: only the
         mask and kernel of our own forward pass isolate them.
         """
         if recipe.data.isolates or recipe.data.kind == "preference":
@@ -31,7 +31,7 @@ class RecipeSamples(Dataset[dict[str, Tensor]]):
                 fix="set data.isolate_documents to false and data.packing to none, use data of "
                 "`kind: chat`, or train with `dmt launch`",
             )
-        data = recipe_data(recipe, build_config(recipe.model).vocab_size)
+        data = build_data(recipe.data, recipe.training, build_config(recipe.model).vocab_size)
         self.steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
         """Optimizer steps of the run."""
         self.order, self.rows = data.order, data.train.rows

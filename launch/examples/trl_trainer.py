@@ -46,7 +46,7 @@ def make_trainer(recipe: Recipe, **more: Any) -> SFTTrainer | DPOTrainer:
     )
     tokenizer = load_tokenizer(recipe.data.tokenizer, recipe.data.tokenizer_revision)
     if recipe.data.chat_template is not None:
-        tokenizer.chat_template = stated_template(recipe.data.chat_template, Path())
+        tokenizer.chat_template = stated_template(recipe.data.chat_template)
     set_seed(recipe.training.seed)  # the adapters begin with the same values on all ranks
     # After the arguments: they let ZeRO-3 shard a model while it is loaded.
     model = AutoModelForCausalLM.from_pretrained(
@@ -54,7 +54,7 @@ def make_trainer(recipe: Recipe, **more: Any) -> SFTTrainer | DPOTrainer:
         config=config,
         dtype=torch.float32,
     )
-    rows = open_records(data, base=Path(), cache=cache_folder(recipe.data.cache, Path()))
+    rows = open_records(data, cache_folder(recipe.data.cache))
     return trainer(
         model=model,
         args=arguments,

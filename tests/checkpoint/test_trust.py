@@ -24,7 +24,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.verify import verify
 from toolkit.cli.main import main
-from toolkit.data.formats.indexed import IndexedWriter
+from toolkit.data.indexed import write_indexed
 from toolkit.data.tokenized import prepare
 from toolkit.data.tokenizers import byte_tokenizer, load_tokenizer
 from toolkit.errors import DataError, PlanError
@@ -106,12 +106,9 @@ def without_safetensors(folder: Path) -> Load:
 
 
 def indexed(folder: Path) -> Load:
-    with IndexedWriter(folder / "data", np.int32) as writer:
-        writer.append([1, 2, 3])
-        writer.end_document()
-        writer.commit()
-    source = MegatronSource(kind="megatron", prefix="data")
-    return lambda: prepare(source, byte_tokenizer(), base=folder, cache=folder / "cache")
+    write_indexed(folder / "data", np.int32, [[1, 2, 3]])
+    source = MegatronSource(kind="megatron", prefix=str(folder / "data"))
+    return lambda: prepare(source, byte_tokenizer(), cache=folder / "cache")
 
 
 def a_run(folder: Path) -> Load:

@@ -1,6 +1,7 @@
 """The data section of a recipe, built, and a tokenizer."""
 
 from collections.abc import Iterable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,9 @@ def built(
     vocab_size: int | None = 257,
 ) -> TrainingData:
     """Samples of `length` tokens in batches of so many; relative paths start at `base`."""
-    return build_data(
-        DataSection.model_validate(section),
-        TrainingSection(sequence_length=length, global_batch_size=batch, seed=seed),
-        vocab_size=vocab_size,
-        base=base,
-    )
+    training = TrainingSection(sequence_length=length, global_batch_size=batch, seed=seed)
+    with chdir(base):
+        return build_data(DataSection.model_validate(section), training, vocab_size)
 
 
 def train_bpe(

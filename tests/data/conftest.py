@@ -1,4 +1,4 @@
-"""Everything offline, every cache in the test's own folder."""
+"""Everything offline, every cache in the test's own folder, where relative paths start."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from toolkit.data.formats.indexed import read_indexed, write_indexed
+from toolkit.data.indexed import read_indexed, write_indexed
 from toolkit.data.tokenized import TokenizedData
 
 
@@ -21,6 +21,7 @@ def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "hf-datasets")
     monkeypatch.setenv("DMT_CACHE", str(tmp_path / "dmt-cache"))
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from toolkit.data.formats.indexed import bin_path, idx_path, write_indexed
+from toolkit.data.indexed import bin_path, idx_path, write_indexed
 
 GOOD = '{"text": "good"}\n'
 
@@ -135,28 +135,15 @@ ROWS = [
     Case("not-gzip.jsonl.gz", lines(GOOD), "not-gzip.jsonl.gz: Not a gzipped file"),
     Case("flipped.jsonl.gz", flipped_bit, "flipped.jsonl.gz: Error"),
     Case("latin1.jsonl", raw(LATIN_1), "latin1.jsonl:3: it is not UTF-8 (byte 0xfc at 13)"),
-    Case("latin1.jsonl.gz", raw(gzip.compress(LATIN_1)), "latin1.jsonl.gz:3: it is not UTF-8"),
-    Case("utf16.jsonl", raw(GOOD.encode("utf-16")), "utf16.jsonl:1: it is not UTF-8"),
     Case("quote.jsonl", lines(GOOD, GOOD, '{"text": "never\n', GOOD), "quote.jsonl:3: it is"),
-    Case("comma.jsonl", lines(GOOD, '{"text": "a",}\n'), "comma.jsonl:2: it is not JSON"),
     Case("list.jsonl", lines(GOOD, "[1, 2]\n", GOOD), "list.jsonl:2: it is a list"),
-    Case("strings.jsonl", lines('"a"\n', '"b"\n'), "strings.jsonl:1: it is a text"),
-    Case("prose.jsonl", lines("Call me Ishmael.\n"), "prose.jsonl:1: it is not JSON"),
     Case("two.jsonl", lines(GOOD, '{"text": "a"} x\n'), "two.jsonl:2: it is not JSON (Extra"),
-    Case("cut.jsonl", lines(GOOD, '{"text": "cut o'), "cut.jsonl:2: it is not JSON"),
-    Case("nan.jsonl", lines(GOOD, '{"text": NaN}\n'), "nan.jsonl:2: `text` holds a number"),
     Case("later.jsonl", lines(GOOD, {"text": 5}), "later.jsonl:2: `text` holds a number"),
-    Case("first.jsonl", lines({"text": True}, GOOD), "first.jsonl:1: `text` holds a boolean"),
     Case("nested.jsonl", lines({"text": {"body": "x"}}), "nested.jsonl:1: `text` holds a map"),
-    Case("map.jsonl", lines(GOOD, {"text": {"body": "x"}}), "map.jsonl:2: `text` holds a map"),
-    Case("lists.jsonl", lines({"text": ["a", "b"]}), "lists.jsonl:1: `text` holds a list"),
-    Case("list2.jsonl", lines(GOOD, {"text": ["a"]}), "list2.jsonl:2: `text` holds a list"),
     Case("column.jsonl", lines({"content": "x"}), "no column `text`; its columns are content"),
     Case("null.jsonl", lines({"text": None}), "every document is empty"),
-    Case("no-text.jsonl", lines({"text": ""}), "every document is empty"),
     Case("empty.jsonl", raw(b""), "`empty.jsonl` has no rows"),
     Case("blank.jsonl", raw(b"\n\n\n"), "`blank.jsonl` has no rows"),
-    Case("zeros.jsonl", raw(bytes(4096)), "zeros.jsonl:1: it is not JSON"),
     Case("deep.jsonl", raw(b"[" * 100_000), "deep.jsonl: it is nested too deeply"),
     Case("deep-row.jsonl", raw(DEEP), "deep-row.jsonl:2: it is nested too deeply"),
     Case(
@@ -164,19 +151,12 @@ ROWS = [
     ),
     Case("half.jsonl", lines(GOOD, '{"text": "\\ud800"}\n'), "half.jsonl:2: `text` holds half"),
     Case("cut.json", raw(b'[{"text": "a"}, {"te'), "cut.json: it is not JSON (Unterm"),
-    Case("comma.json", raw(b'[{"text": "a"} {}]'), "comma.json: it is not JSON (Exp"),
     Case("more.json", raw(b'[{"text": "a"}]\n5'), "(Extra data, line 2, character 1)"),
-    Case("latin1.json", raw(b'[{"text": "\xfc"}]'), "latin1.json: it is not UTF-8 (byte 0xfc"),
-    Case("scalar.json", raw(b"5"), "scalar.json:1: it is a number"),
     Case("empty.parquet", raw(b""), "empty.parquet: Parquet file size is 0 bytes"),
     Case("no-rows.parquet", parquet(text=[]), "`no-rows.parquet` has no rows"),
-    Case("cut.parquet", cut_parquet(0.5), "cut.parquet: Parquet magic bytes not found"),
     Case("part-*.parquet", second_is_cut, "part-2.parquet: Parquet magic bytes not found"),
-    Case("json.parquet", lines(GOOD), "json.parquet: Parquet magic bytes not found"),
-    Case("bytes.parquet", parquet(text=[b"a"]), "`text` of `bytes.parquet` holds binary"),
     Case("map.parquet", parquet(text=[{"body": "x"}]), "holds struct<body: string>, not"),
     Case("latin1.parquet", invalid_utf8_in_parquet, "latin1.parquet, row 2: `text` is not"),
-    Case("pickle.jsonl", pickled, "pickle.jsonl:1: it is not UTF-8"),
     Case("pickle.parquet", pickled, "pickle.parquet: Parquet magic bytes not found"),
     Case("metadata.parquet", parquet_with_pickle, "`metadata.parquet` holds binary, not text"),
     Case("cut.arrow", raw(b"ARROW1" * 9), "cut.arrow: "),
@@ -197,7 +177,7 @@ def pair(change: Callable[[Path], object]) -> Callable[[Path], object]:
 
 
 def index_with(offset: int, value: bytes) -> Callable[[Path], object]:
-    """Bytes of the index replaced; the layout is that of toolkit/data/formats/indexed.py."""
+    """Bytes of the index replaced; the layout is that of toolkit/data/indexed.py."""
 
     def change(prefix: Path) -> None:
         content = bytearray(idx_path(prefix).read_bytes())
@@ -215,13 +195,9 @@ HEADER_BYTES = 34
 MEGATRON = [
     Case("no-bin", pair(lambda prefix: bin_path(prefix).unlink()), "no-bin.bin"),
     Case("no-idx", pair(lambda prefix: idx_path(prefix).unlink()), "no-idx.idx"),
-    Case("neither", lambda _: None, "neither.idx"),
     Case("cut-bin", cut(bin_path, 10), "cut-bin.bin has 10 bytes; its index says 8 tokens"),
-    Case("no-tokens", cut(bin_path, 0), "no-tokens.bin has 0 bytes"),
     Case("cut-idx", cut(idx_path, 50), "cut-idx.idx is cut short: 50 bytes"),
-    Case("cut-header", cut(idx_path, 20), "cut-header.idx is not an index"),
     Case("empty-idx", cut(idx_path, 0), "empty-idx.idx is not an index"),
-    Case("pickle", pair(lambda prefix: pickled(idx_path(prefix))), "pickle.idx is not an"),
     Case("version", index_with(9, b"\2"), "version.idx: found version 2"),
     Case("floats", index_with(17, b"\6"), "floats.idx: found version 1 and token type 6"),
     Case("too-many", index_with(18, b"\xff" * 8), "too-many.idx is cut short"),

@@ -59,32 +59,12 @@ Make = Callable[[int], StreamSamples]
 
 @SETTINGS
 @given(
-    size=st.integers(1, 24),
-    n_samples=st.integers(1, 60),
-    consumed=st.integers(0, 500),
-    seed=st.integers(0, 2**40),
-)
-def test_every_layout_gets_the_same_global_batch(
-    dataset: Make, size: int, n_samples: int, consumed: int, seed: int
-) -> None:
-    batches = GlobalBatches(dataset(n_samples), EpochOrder(seed, n_samples), of(size))
-    expected = rows(batches.micro_batches(consumed, 0, [size]))
-    assert len(expected) == size
-    for dp, micro in splits(size):
-        shares = [batches.micro_batches(consumed, rank, [micro] * dp) for rank in range(dp)]
-        assert [row for share in shares for row in rows(share)] == expected
-        assert {len(share) for share in shares} == {size // (dp * micro)}
-        assert all(batch.labels.shape == (micro, 2) for share in shares for batch in share)
-
-
-@SETTINGS
-@given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6),
     rounds=st.integers(1, 4),
     n_samples=st.integers(1, 60),
     consumed=st.integers(0, 500),
 )
-def test_uneven_shares_are_a_partition_of_the_global_batch(
+def test_every_layout_gets_the_same_global_batch(
     dataset: Make, sizes: list[int], rounds: int, n_samples: int, consumed: int
 ) -> None:
     layout = Layout(

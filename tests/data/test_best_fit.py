@@ -84,14 +84,3 @@ def test_a_window_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     whole = predicted(build(tmp_path, texts))
     monkeypatch.setattr(packing, "_WINDOW_TOKENS", 37)
     assert predicted(build(tmp_path, texts, cache="other")) == whole
-
-
-def test_held_out_documents_and_fingerprint(tmp_path: Path) -> None:
-    texts = [chr(97 + n) * 5 for n in range(12)]
-    data = build(tmp_path, texts, validation_fraction=0.25)
-    (held_out,) = data.validation.values()
-    seen = {int(t) for n in range(len(held_out)) for t in held_out.rows(n)[0].input_ids}
-    trained = {int(t) for n in range(len(data.train)) for t in row(data, n).input_ids}
-    assert not (seen & trained) - {0, EOS}
-    plain = build(tmp_path, texts, packing="none")
-    assert plain.fingerprint != build(tmp_path, texts).fingerprint

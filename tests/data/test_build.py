@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from toolkit.data.build import TrainingData, build_data
+from tests.data.building import built
+from toolkit.data.build import TrainingData
 from toolkit.data.packing import StreamSamples
-from toolkit.data.rows import Samples
 from toolkit.errors import DataError
-from toolkit.recipe.schema import DataSection, TrainingSection
 
 N_DOCUMENTS = 12
 
@@ -27,61 +26,38 @@ def base(tmp_path: Path) -> Path:
 
 def build(base: Path, data: dict[str, Any] | None = None, **settings: Any) -> TrainingData:
     section = {"train": {"kind": "text", "files": ["*.txt"]}, **(data or {})}
-    vocab_size = settings.pop("vocab_size", 257)
-    training = {"sequence_length": 4, "global_batch_size": 4, "seed": 1, **settings}
-    return build_data(
-        DataSection.model_validate(section),
-        TrainingSection(**training),
-        vocab_size=vocab_size,
-        base=base,
-    )
+    return built(base, section, **{"length": 4, "batch": 4, **settings})
 
 
-def text(dataset: Samples | None) -> StreamSamples:
-    assert isinstance(dataset, StreamSamples)
-    return dataset
-
-
-def letters(samples: Samples | None) -> set[str]:
-    stream = text(samples).stream
+def letters(samples: StreamSamples) -> set[str]:
+    stream = samples.stream
     tokens, _ = stream.read(0, len(stream))
     return set(bytes(tokens[tokens < 256].tolist()).decode())
-
-
-def test_isolated_documents_are_other_data(base: Path) -> None:
-    """A run does not continue with its documents isolated, or no longer."""
-    plain, isolated = build(base), build(base, {"isolate_documents": True})
-    assert plain.fingerprint != isolated.fingerprint
-    assert isolated.train.rows(0)[0].segments is not None
 
 
 def test_no_document_is_on_both_sides(base: Path) -> None:
     data = build(base, {"validation_fraction": 0.25})
     (held_out,) = data.validation.values()
-    train, validation = letters(data.train), letters(held_out)
+    train, validation = letters(data.sources[0].train), letters(held_out)
     assert (len(train), len(validation)) == (9, 3)
     assert not train & validation
-    assert len(text(data.train).stream) + len(text(held_out).stream) == N_DOCUMENTS * 11
+    assert len(data.sources[0].train.stream) + len(held_out.stream) == N_DOCUMENTS * 11
     again = build(base, {"validation_fraction": 0.25})
     assert letters(*again.validation.values()) == validation
     seeds = [build(base, {"validation_fraction": 0.25}, seed=s).validation for s in range(5)]
     assert len({frozenset(letters(*one.values())) for one in seeds}) > 1
 
 
-def test_own_validation_source(base: Path) -> None:
-    data = build(base, {"validation": {"kind": "text", "files": ["validation.md"]}})
-    assert letters(data.validation["validation.md"]) == {"#"}
-    assert len(text(data.train).stream) == N_DOCUMENTS * 11
-
-
 def test_fingerprint_follows_all_that_a_cursor_depends_on(base: Path) -> None:
     validation = {"validation": {"kind": "text", "files": ["validation.md"]}}
     variants = [
         build(base),
-        build(base, sequence_length=5),
+        build(base, length=5),
         build(base, {"validation_fraction": 0.25}),
         build(base, {"validation_fraction": 0.25}, seed=2),
         build(base, {"validation_fraction": 0.3}),
+        build(base, {"isolate_documents": True}),
+        build(base, {"packing": "best_fit"}),
     ]
     assert len({data.fingerprint for data in variants}) == len(variants)
     # A source of validation is not part of it.
@@ -94,11 +70,11 @@ def test_fingerprint_follows_all_that_a_cursor_depends_on(base: Path) -> None:
     ("data", "settings", "says"),
     [
         ({}, {"vocab_size": 256}, "has 257 tokens; the model's vocabulary has 256"),
-        ({}, {"global_batch_size": 33}, r"132 tokens.* 32 samples.* needed: 33 \(133 tokens\)"),
-        ({}, {"sequence_length": 200}, "make 0 samples"),
+        ({}, {"batch": 33}, r"132 tokens.* 32 samples.* needed: 33 \(133 tokens\)"),
+        ({}, {"length": 200}, "make 0 samples"),
         (
             {"validation": {"kind": "text", "files": ["validation.md"]}},
-            {"sequence_length": 21},
+            {"length": 21},
             "the validation data of `validation.md` has 21 tokens",
         ),
         (
@@ -116,20 +92,19 @@ def test_mistakes(base: Path, data: Any, settings: Any, says: str) -> None:
 
 WARM = """
 import sys
-from pathlib import Path
 from toolkit.data.build import build_data
 from toolkit.recipe.schema import DataSection, TrainingSection
 data = DataSection.model_validate({"train": {"kind": "hf", "path": "data.jsonl"}})
 training = TrainingSection(sequence_length=4, global_batch_size=1, seed=1)
-build_data(data, training, vocab_size=None, base=Path(sys.argv[1]))
+build_data(data, training, None)
 print(*sorted({"datasets", "torch"} & set(sys.modules)))
 """
 
 
 def test_warm_start_imports_neither_datasets_nor_torch(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"text": "some text"}\n')
-    build(tmp_path, {"train": {"kind": "hf", "path": "data.jsonl"}}, global_batch_size=1)
+    build(tmp_path, {"train": {"kind": "hf", "path": "data.jsonl"}}, batch=1)
     finished = subprocess.run(
-        [sys.executable, "-c", WARM, str(tmp_path)], capture_output=True, text=True, check=True
+        [sys.executable, "-c", WARM], capture_output=True, text=True, check=True
     )
     assert finished.stdout.split() == []

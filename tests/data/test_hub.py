@@ -26,7 +26,6 @@ configs:
 """
 SCRIPT = """
 import json, sys
-from pathlib import Path
 from toolkit.data.build import build_data
 from toolkit.errors import DmtError
 from toolkit.recipe.schema import DataSection, TrainingSection
@@ -34,7 +33,7 @@ from toolkit.recipe.schema import DataSection, TrainingSection
 data = DataSection.model_validate({"cache": "cache", **json.loads(sys.argv[1])})
 try:
     training = TrainingSection(sequence_length=8, global_batch_size=1, seed=0)
-    built = build_data(data, training, vocab_size=257, base=Path())
+    built = build_data(data, training, 257)
     train = built.sources[0].train
     tokens = train.stream.read(0, len(train.stream))[0].tolist()
     found = bytes(0 if token == 256 else token for token in tokens).decode()
@@ -76,8 +75,6 @@ def built(folder: Path, found: Hub, train: dict[str, str], **data: object) -> ob
 
 def test_files_of_a_hub(tmp_path: Path, repository: Hub) -> None:
     """By URL; what a branch becomes later is other data."""
-    for name in FILES[:2]:
-        repository.files[f"deep/{name}"] = repository.files[name]
     url = f"hf://datasets/{NAME}/data/*.parquet"
     repository.failures.extend(["error", "cut"])
     texts, before = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
@@ -85,3 +82,8 @@ def test_files_of_a_hub(tmp_path: Path, repository: Hub) -> None:
     repository.files["data/1.parquet"] = repository.files["held-out.parquet"]
     texts, after = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
     assert texts == TEXTS[:150] + TEXTS[300:] and after != before
+
+
+def test_a_hub_id(tmp_path: Path, repository: Hub) -> None:
+    texts, _ = built(tmp_path, repository, {"path": NAME, "name": "all"})  # type: ignore[misc]
+    assert texts == TEXTS[:300]

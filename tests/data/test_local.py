@@ -36,7 +36,6 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     }
     for name, lines in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
-        (tmp_path / f"{name}.json").write_text(json.dumps(lines, indent=1))
         pa.parquet.write_table(pa.Table.from_pylist(lines), tmp_path / f"{name}.parquet")
     lines = [json.dumps({"messages": CHAT}), "{", json.dumps({"messages": CHAT, "fns": None})]
     (tmp_path / "malformed.jsonl").write_text("\n".join(lines))
@@ -66,26 +65,14 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
     (("data.train={kind: text, files: [./no*.txt]}",), "data.train.files", "no file matches"),
     (("data.train={kind: megatron, prefix: ./half}",), "data.train.prefix", "no file"),
     (("data.train.files=[s4://b/*.txt]",), "data.train.files", "nothing reads `s4://`"),
-    (("data.train={kind: hf, path: 's4://b/a'}",), TRAIN_PATH, "nothing reads `s4://`"),
-    (
-        ("data.train={kind: megatron, prefix: 's4://b/a'}",),
-        "data.train.prefix",
-        "nothing reads `s4://`",
-    ),
     (("data.train.files=['memory://b/a', ./no.txt]",), "data.train.files", "no file matches"),
     ((hf("missing.jsonl"),), TRAIN_PATH, "no file matches"),
     ((hf("empty"),), TRAIN_PATH, "is a folder"),
     ((hf("text.jsonl"), "data.train.split=train_sft"), TRAIN_PATH, "`split: train_sft`"),
-    *(
-        ((hf(f"body.{kind}", field),), TEXT_FIELD, says)
-        for kind in ("jsonl", "json", "parquet")
-        for field, says in (("text", "its columns are body, id"), ("id", "not text"))
-    ),
-    *(
-        ((hf(f"chat.{kind}", field),), TEXT_FIELD, "`messages` holds chats")
-        for kind in ("jsonl", "json", "parquet")
-        for field in ("text", "messages")
-    ),
+    ((hf("body.jsonl"),), TEXT_FIELD, "its columns are body, id"),
+    ((hf("body.parquet", "id"),), TEXT_FIELD, "not text"),
+    ((hf("chat.jsonl"),), TEXT_FIELD, "`messages` holds chats"),
+    ((hf("chat.parquet", "messages"),), TEXT_FIELD, "`messages` holds chats"),
     *(
         (
             (f"data.train={{kind: chat, path: ./{file}, {more}}}", SFT, *others),
@@ -93,13 +80,11 @@ MISTAKES: list[tuple[tuple[str, ...], str, str]] = [
             says,
         )
         for file, more, others, key, says in (
-            ("no.jsonl", "", (), "train.path", "no file matches"),
             ("body.jsonl", "", (), "train.columns", "it has the columns body, id"),
             ("chat.parquet", "format: alpaca", (), "train.columns", "no column `instruction`"),
-            ("chat.json", "columns: {messages: talk}, format: messages", (), "train.columns",
+            ("chat.jsonl", "columns: {messages: talk}, format: messages", (), "train.columns",
              "no column `talk`"),
-            *((f"chat.{kind}", "columns: {tools: functions}", (), "train.columns",
-               "no column `functions`") for kind in ("jsonl", "json", "parquet")),
+            ("chat.jsonl", "columns: {tools: fns}", (), "train.columns", "no column `fns`"),
             ("malformed.jsonl", "", ("data.chat_template=chatml",), "train.path",
              "malformed.jsonl:2: it is not JSON"),
             ("chat.jsonl", "", (), "chat_template", "`bytes` has no template"),
@@ -120,12 +105,7 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
         assert "kind: chat" in problem.fix
     loaded = load_recipe(recipe, overrides)
     with pytest.raises(DataError):
-        build_data(
-            loaded.data,
-            loaded.training,
-            vocab_size=(loaded.model.config or {})["vocab_size"],
-            base=recipe.parent,
-        )
+        build_data(loaded.data, loaded.training, (loaded.model.config or {})["vocab_size"])
 
 
 @pytest.mark.parametrize(
@@ -197,21 +177,18 @@ def test_a_later_file_without_the_column(recipe: Path) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        *(hf(f"text.{kind}") for kind in ("jsonl", "json", "parquet")),
-        *(hf(f"body.{kind}", "body") for kind in ("jsonl", "json", "parquet")),
+        hf("text.jsonl"),
+        hf("body.parquet", "body"),
         hf("text.jsonl, split: 'train[:50%]'"),
         "data.tokenizer=./bytes-folder",
         "data.tokenizer=some/hub-id",
         "data.train={kind: hf, path: some/dataset}",
         "data={train: {kind: chat, path: ./chat.jsonl}, tokenizer: some/hub-id}",
-        "data={train: {kind: chat, path: some/dataset}}",
         "data={train: {kind: chat, path: ./malformed.jsonl, malformed: drop, "
         "columns: {tools: fns}}, "
         "tokenizer: some/hub-id}",
         "data={train: {kind: chat, path: ./plain.jsonl}}",
         "data.train={kind: text, files: ['memory://none/*.txt']}",
-        "data.train={kind: hf, path: 'memory://none/*.jsonl'}",
-        "data.train={kind: megatron, prefix: 'memory://none'}",
         "data={train: {kind: chat, path: 'memory://none/a.jsonl'}}",
     ],
 )

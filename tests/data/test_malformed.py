@@ -32,31 +32,30 @@ from toolkit.recipe.schema import ChatSource, HfSource, MegatronSource, TextSour
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.chdir(tmp_path)
+def nothing_is_executed(tmp_path: Path) -> Any:
     yield
     assert not list(tmp_path.rglob("executed"))
 
 
-def refusal(source: HfSource | MegatronSource | TextSource, base: Path) -> str:
+def refusal(source: HfSource | MegatronSource | TextSource) -> str:
     with pytest.raises(DataError) as raised:
-        prepare(source, byte_tokenizer(), base=base, cache=base / "cache")
+        prepare(source, byte_tokenizer(), cache=Path("cache"))
     assert raised.value.fix
     assert "\n" not in raised.value.message and "Traceback" not in raised.value.message
-    assert not list((base / "cache").rglob("*.bin*"))
+    assert not list(Path("cache").rglob("*.bin*"))
     return raised.value.message
 
 
 @pytest.mark.parametrize("case", ROWS, ids=lambda case: case.name)
 def test_rows(case: Case, tmp_path: Path) -> None:
     case.write(tmp_path / case.name)
-    assert case.says in refusal(HfSource(kind="hf", path=case.name), tmp_path)
+    assert case.says in refusal(HfSource(kind="hf", path=case.name))
 
 
 @pytest.mark.parametrize("case", MEGATRON, ids=lambda case: case.name)
 def test_indexed_files(case: Case, tmp_path: Path) -> None:
     case.write(tmp_path / case.name)
-    assert case.says in refusal(MegatronSource(kind="megatron", prefix=case.name), tmp_path)
+    assert case.says in refusal(MegatronSource(kind="megatron", prefix=case.name))
 
 
 @pytest.mark.parametrize("kind", ["text", "hf"])
@@ -76,13 +75,13 @@ def test_a_file_that_may_not_be_read(
     source: HfSource | TextSource = TextSource(kind="text", files=("secret.jsonl",))
     if kind == "hf":
         source = HfSource(kind="hf", path="secret.jsonl")
-    assert "secret.jsonl: Permission denied" in refusal(source, tmp_path)
+    assert "secret.jsonl: Permission denied" in refusal(source)
 
 
 def test_the_row_is_found_among_several_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(GOOD * 5000)
     (tmp_path / "b.jsonl").write_text(GOOD * 2000 + '{"text": "x" "y"}\n')
-    message = refusal(HfSource(kind="hf", path="*.jsonl"), tmp_path)
+    message = refusal(HfSource(kind="hf", path="*.jsonl"))
     assert f"{tmp_path / 'b.jsonl'}:2001: it is not JSON" in message
 
 
@@ -116,8 +115,8 @@ def test_memory_does_not_grow_with_the_longest_row(
     def read(kind: str) -> object:
         if kind == "chat":
             chats = ChatSource(**settings | {"kind": kind})
-            return list(open_records(chats, base=tmp_path, cache=tmp_path))
-        return list(open_source(source, base=tmp_path, cache=tmp_path))
+            return list(open_records(chats, tmp_path / "cache"))
+        return list(open_source(source, tmp_path / "cache"))
 
     for kind in ("hf", *([] if ".txt" in name else ["chat"])):
         tracemalloc.start()
@@ -128,7 +127,7 @@ def test_memory_does_not_grow_with_the_longest_row(
         assert f"{place}: the row is longer" in raised.value.message
         assert peak < 3 * 2**23, kind  # of 2**25, and what is imported for the first time
     monkeypatch.setattr(readers, "LONGEST_ROW_MIB", 33)
-    *_, last = open_source(source, base=tmp_path, cache=tmp_path)
+    *_, last = open_source(source, tmp_path / "cache")
     assert last == "x" * 2**25
 
 
@@ -136,7 +135,7 @@ def test_a_list_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 2**20}]))
     monkeypatch.setattr(readers, "LARGEST_LIST_MIB", 1)
     source = HfSource(kind="hf", path="a.json")
-    assert "a.json: the list is larger than 1 MiB, the limit" in refusal(source, tmp_path)
+    assert "a.json: the list is larger than 1 MiB, the limit" in refusal(source)
     monkeypatch.setattr(readers, "_LIST_LOOKED_AT_MIB", 1)
     assert readers.columns_of(tmp_path / "a.json") == ({}, False), "a check does not read it"
 
@@ -150,7 +149,7 @@ def test_a_zstandard_file_that_is_cut_ends_the_run(tmp_path: Path) -> None:
     source = ChatSource.model_validate(settings | {"malformed": "drop"})
     for length in range(len(whole) + 1):
         (tmp_path / "a.jsonl.zst").write_bytes(whole[:length])
-        records = open_records(source, base=tmp_path, cache=tmp_path / "cache")
+        records = open_records(source, tmp_path / "cache")
         if length in (0, len(frames[0]), len(whole)):
             assert len(list(records)) == {0: 0, len(whole): 203}.get(length, 3)
         else:
@@ -161,18 +160,18 @@ def test_a_zstandard_file_that_is_cut_ends_the_run(tmp_path: Path) -> None:
 def test_columns_that_nobody_reads_may_hold_anything(tmp_path: Path) -> None:
     lines({"text": "a", "id": 1}, {"text": "b", "id": "x"}, {"text": "c"})(tmp_path / "d.jsonl")
     source = HfSource(kind="hf", path="d.jsonl")
-    assert list(open_source(source, base=tmp_path, cache=tmp_path / "cache")) == ["a", "b", "c"]
+    assert list(open_source(source, tmp_path / "cache")) == ["a", "b", "c"]
 
 
 def test_a_malformed_line_of_chats_concerns_that_line(tmp_path: Path) -> None:
     """It is for `malformed` to say what becomes of it; a file that is cut ends the run."""
     source = ChatSource(kind="chat", path="chats.jsonl")
     raw(b"\xef\xbb\xbf" + LATIN_1 + b"{\n")(tmp_path / "chats.jsonl")
-    records = list(open_records(source, base=tmp_path, cache=tmp_path / "cache"))
+    records = list(open_records(source, tmp_path / "cache"))
     assert [row for _, row in records[:2]] == [json.loads(GOOD)] * 2
     broken = [str(place) for place, row in records if isinstance(row, Broken)]
     assert [place.rpartition(":")[2] for place in broken] == ["3", "4"]
     zipped(LONG_ROW * 200, 0.5)(tmp_path / "chats.jsonl.gz")
     cut_short = source.model_copy(update={"path": "chats.jsonl.gz"})
     with pytest.raises(DataError, match=r"cannot read .*chats.jsonl.gz after line"):
-        list(open_records(cut_short, base=tmp_path, cache=tmp_path / "cache"))
+        list(open_records(cut_short, tmp_path / "cache"))

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.formats.indexed import read_indexed, write_indexed
+from toolkit.data.indexed import read_indexed, write_indexed
 from toolkit.data.order import held_out_documents
 from toolkit.data.packing import RowParts, StreamSamples, TokenStream, pack, packed_rows
 from toolkit.data.tokenized import TokenizedData

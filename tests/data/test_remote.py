@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -52,20 +53,9 @@ def test_copies_are_whole(store: Any, tmp_path: Path, monkeypatch: pytest.Monkey
         copied([file], tmp_path / "other", untracked)
 
 
-class Refusing:
-    """Opens no file of a store."""
-
-    def __init__(self, failure: Exception) -> None:
-        self.failure = failure
-
-    def __call__(self, *_: object, **__: object) -> None:
-        raise self.failure
-
-
 @pytest.mark.parametrize(
     ("failure", "message"),
     [
-        (FileNotFoundError("a"), "there is no memory:///a"),
         (PermissionError("Forbidden"), "PermissionError: Forbidden"),
         (type("NoCredentialsError", (Exception,), {"__module__": "botocore"})("x"), "NoCred"),
     ],
@@ -75,7 +65,7 @@ def test_what_a_store_refuses(
 ) -> None:
     store.pipe("/a", b"0123456789")
     (file,) = list_files("memory://a")
-    monkeypatch.setattr(store, "open", Refusing(failure))
+    monkeypatch.setattr(store, "open", Mock(side_effect=failure))
     with pytest.raises(DataError, match=message) as raised, file.open("rb"):
         pass
     assert raised.value.fix

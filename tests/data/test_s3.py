@@ -1,6 +1,5 @@
 """Training data in a real S3 (moto's server), also one that fails; no credential is shown."""
 
-import gzip
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.data.s3 import KEY, SECRET, Store
 from tests.dmt import Dmt
 from tests.recipe.good import GOOD
 from toolkit.data.build import TrainingData
-from toolkit.data.formats.indexed import write_indexed
+from toolkit.data.indexed import write_indexed
 from toolkit.data.remote import list_files
 
 LENGTH = 1024
@@ -116,7 +115,6 @@ def documents(tmp_path: Path, put: Any) -> Path:
     for half, texts in enumerate((DOCUMENTS[:200], DOCUMENTS[200:])):
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / "part" / f"{half}.jsonl").write_text(lines)
-    (folder / "part" / "0.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     chats = [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]}
         for text in DOCUMENTS
@@ -131,7 +129,6 @@ def documents(tmp_path: Path, put: Any) -> Path:
     ("train", "settings"),
     [
         ({"kind": "text", "files": ["{}/*.txt", "{}/part/*l"], "exclude": ["{}/3.txt"]}, {}),
-        ({"kind": "hf", "path": "{}/part/0.jsonl.gz"}, {}),
         ({"kind": "hf", "path": "{}/part/*.jsonl"}, {}),
         ({"kind": "chat", "path": "{}/chats.jsonl"}, {"chat_template": "chatml"}),
     ],

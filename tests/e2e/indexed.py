@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from tests.e2e.hooks import hooked
 from tests.e2e.product import Ended, dmt, records, run, settings
-from toolkit.data.formats.indexed import IndexedWriter
+from toolkit.data.indexed import write_indexed
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,12 @@ def written(folder: Path, recipe: str) -> Case:
     (folder / "recipe.yaml").write_text(recipe)
     chance = np.random.default_rng(3)
     streams, ends = {}, {}
-    for name, documents in {"train": 60, "validation": 9}.items():
-        sizes = chance.integers(5, 90, documents)
+    for name, count in {"train": 60, "validation": 9}.items():
+        sizes = chance.integers(5, 90, count)
         streams[name] = chance.integers(0, 256, sizes.sum())
         ends[name] = np.cumsum(sizes) - 1
-        with IndexedWriter(folder / name, np.uint16) as writer:
-            for document in np.split(streams[name], ends[name] + 1)[:-1]:
-                writer.append(document)
-                writer.end_document()
-            writer.commit()
+        documents = np.split(streams[name], ends[name] + 1)[:-1]
+        write_indexed(folder / name, np.uint16, documents)
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=4,

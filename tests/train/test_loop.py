@@ -21,7 +21,7 @@ from tests.train.fake_runs import (
     run,
 )
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.formats.indexed import IndexedWriter, read_indexed
+from toolkit.data.indexed import read_indexed, write_indexed
 from toolkit.data.order import EpochOrder
 from toolkit.data.packing import StreamSamples, TokenStream
 from toolkit.data.tokenized import TokenizedData
@@ -36,10 +36,7 @@ from toolkit.train.step_reduction import StepReduction
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> StreamSamples:
     prefix = tmp_path_factory.mktemp("data") / "tokens"
     tokens = np.random.default_rng(0).choice(VOCABULARY, 2000, p=[0.5, 0.2, *[0.05] * 6])
-    with IndexedWriter(prefix, np.uint16) as writer:
-        writer.append(tokens)
-        writer.end_document()
-        writer.commit()
+    write_indexed(prefix, np.uint16, [tokens])
     data = TokenizedData(read_indexed(prefix), "fingerprint", "test")
     return StreamSamples(TokenStream.whole(data), 16, vocab_size=VOCABULARY)
 
@@ -47,7 +44,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> StreamSamples:
 def test_loss_falls_to_the_unigram_entropy(dataset: StreamSamples) -> None:
     hooks = run(job(dataset, FakeEngine(VOCABULARY)))
     assert hooks.losses[0] == pytest.approx(math.log(VOCABULARY), rel=1e-6)
-    tokens, _ = dataset.stream.read(0, dataset.n_tokens)
+    tokens, _ = dataset.stream.read(0, len(dataset.stream))
     shares = np.bincount(tokens) / len(tokens)
     entropy = -sum(share * math.log(share) for share in shares if share)
     assert np.mean(hooks.losses[-10:]) == pytest.approx(entropy, rel=0.05)
@@ -190,11 +187,8 @@ def test_too_many_skips_in_a_row_stop_the_run_before_it_saves(dataset: StreamSam
 
 def test_batches_without_a_trained_token_are_skipped(tmp_path: Path) -> None:
     """Documents of one token: the boundary behind each is not trained."""
-    with IndexedWriter(tmp_path / "tokens", np.uint16) as writer:
-        for token in range(200):
-            writer.append([token % VOCABULARY])
-            writer.end_document()
-        writer.commit()
+    documents = [[token % VOCABULARY] for token in range(200)]
+    write_indexed(tmp_path / "tokens", np.uint16, documents)
     data = TokenizedData(read_indexed(tmp_path / "tokens"), "fingerprint", "test")
     engine, progress = FakeEngine(VOCABULARY), Progress()
     dataset = StreamSamples(TokenStream.whole(data), 16, vocab_size=VOCABULARY)

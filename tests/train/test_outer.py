@@ -23,7 +23,7 @@ from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 from toolkit.checkpoint.verify import verify
 from toolkit.data.batches import GlobalBatches
-from toolkit.data.build import recipe_data
+from toolkit.data.build import build_data
 from toolkit.data.order import EpochOrder
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
@@ -85,7 +85,7 @@ class Plain:
         self.model = hf.empty_model(config, torch.device("cpu"))
         source: WeightSource = hf.weight_source(recipe.model, config, recipe.training.seed)
         hf.fill(self.model, source)
-        data = recipe_data(recipe, config.vocab_size)
+        data = build_data(recipe.data, recipe.training, config.vocab_size)
         order: Any = SimpleNamespace(
             indices=lambda at, count: data.order.indices(2 * at, 2 * count)[replica::2]
         )

@@ -1,6 +1,5 @@
 """`dmt data`: tokenise ahead of a run, look at samples."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,7 +38,7 @@ def prepare(
         "sequence_length": loaded.training.sequence_length,
         "vocab_size": len(data.tokenizer),
         "fingerprint": data.fingerprint,
-        "cache": str(cache_folder(loaded.data.cache, Path.cwd())),
+        "cache": str(cache_folder(loaded.data.cache)),
     }
     output(as_json, summary, _lines(summary), wrap=False)
 
@@ -47,8 +46,8 @@ def prepare(
 def _size(parts: "Sequence[StreamSamples]") -> dict[str, int]:
     """The tokenised data of several sources together."""
     return {
-        "documents": sum(part.n_documents for part in parts),
-        "tokens": sum(part.n_tokens for part in parts),
+        "documents": sum(part.stream.n_documents for part in parts),
+        "tokens": sum(len(part.stream) for part in parts),
         "samples": sum(map(len, parts)),
         "tokens_per_epoch": sum(
             len(part) * part.rows_per_sample * part.sequence_length for part in parts
@@ -75,10 +74,10 @@ def _lines(summary: "Mapping[str, Any]") -> "Iterator[str]":
 
 
 def _build(recipe: Recipe) -> "TrainingData":
-    from toolkit.data.build import recipe_data
+    from toolkit.data.build import build_data
     from toolkit.data.progress import with_bar
 
-    return recipe_data(recipe, recipe.model.stated_vocabulary, with_bar)
+    return build_data(recipe.data, recipe.training, recipe.model.stated_vocabulary, with_bar)
 
 
 def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[dict[str, Any]]":

@@ -109,7 +109,6 @@ def _stack(rows: Sequence[Row], samples: Sequence[int]) -> MicroBatch:
     return MicroBatch(
         _tensor([row.input_ids for row in rows]),
         _tensor([row.labels for row in rows]),
-        loss_weights=_optional([row.loss_weights for row in rows]),
         positions=_optional([row.positions for row in rows]),
         segments=_optional([row.segments for row in rows]),
         extra={

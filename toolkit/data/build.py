@@ -12,7 +12,7 @@ from toolkit.data.blend import BlendOrder, JoinedSamples, Stage, exact
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.chat.tokens import StoredChats, prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
-from toolkit.data.formats.indexed import write_indexed
+from toolkit.data.indexed import write_indexed
 from toolkit.data.interleave import Interleaving
 from toolkit.data.order import EpochOrder, Order, held_out_conversations, held_out_documents
 from toolkit.data.packing import (
@@ -36,7 +36,6 @@ from toolkit.recipe.schema import (
     ChatSource,
     DataSection,
     PreferenceSource,
-    Recipe,
     Source,
     TrainingSection,
 )
@@ -111,38 +110,24 @@ class TrainingData:
                     yield f"data: `{source.title}` is seen {times:.1f} times in this run"
 
 
-def recipe_data(
-    recipe: Recipe, vocab_size: int | None, track: Track = untracked
-) -> TrainingData:
-    """The training data of a recipe, whose relative paths start at the working directory.
-
-    Raises DataError as `build_data` does.
-    """
-    return build_data(
-        recipe.data, recipe.training, vocab_size=vocab_size, base=Path.cwd(), track=track
-    )
-
-
 def build_data(
     data: DataSection,
     training: TrainingSection,
-    *,
     vocab_size: int | None,
-    base: Path,
     track: Track = untracked,
 ) -> TrainingData:
     """Tokenise (or find in the cache), split and pack the data of a recipe.
 
-    `vocab_size` is the model's, None when unknown; paths start at `base`. Raises DataError if
-    the data or the tokenizer is missing, does not fit the model, or is too small for one batch.
+    `vocab_size` is the model's, None when unknown. Raises DataError if the data or the
+    tokenizer is missing, does not fit the model, or is too small for one batch.
     """
-    tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision, base=base)
+    tokenizer = load_tokenizer(data.tokenizer, data.tokenizer_revision)
     check_vocabulary(data.tokenizer, len(tokenizer), vocab_size)
     if data.chat_template is not None:
         # Saved with the tokenizer: an exported model is to be prompted as it was trained.
-        tokenizer.chat_template = stated_template(data.chat_template, base)
+        tokenizer.chat_template = stated_template(data.chat_template)
     length = training.sequence_length
-    builder = _Builder(data, tokenizer, length, vocab_size, training.seed, base, track)
+    builder = _Builder(data, tokenizer, length, vocab_size, training.seed, track)
     sources = [builder.build(source, data.validation_fraction) for source in data.sources]
     others = [builder.build(source, 0.0) for source in data.validation_sources]
 
@@ -221,12 +206,11 @@ class _Builder:
     sequence_length: int
     vocab_size: int | None
     seed: int
-    base: Path
     track: Track
 
     @property
     def cache(self) -> Path:
-        return cache_folder(self.data.cache, self.base)
+        return cache_folder(self.data.cache)
 
     def build(self, source: Source, fraction: float) -> SourceData:
         """Samples of one source; `fraction` of its documents are held out."""
@@ -265,14 +249,12 @@ class _Builder:
                 self.data,
                 self.tokenizer,
                 sequence_length=self.sequence_length,
-                base=self.base,
                 cache=self.cache,
                 track=self.track,
             )
         return prepare(
             source,
             self.tokenizer,
-            base=self.base,
             cache=self.cache,
             parse_special=self.data.special_tokens == "parse",
             track=self.track,
@@ -308,12 +290,12 @@ def _check_size(
     side: str, source: SourceData, dataset: StreamSamples, needed_samples: int
 ) -> None:
     if len(dataset) < needed_samples:
-        length = dataset.sequence_length
+        length, n_tokens = dataset.sequence_length, len(dataset.stream)
         needed = f"{needed_samples:,}"
         if source.report is None:
             needed += f" ({needed_samples * length + 1:,} tokens)"
         raise DataError(
-            f"the {side} data of `{source.title}` has {dataset.n_tokens:,} tokens, which make "
+            f"the {side} data of `{source.title}` has {n_tokens:,} tokens, which make "
             f"{len(dataset):,} samples of {length:,} tokens; needed: {needed}",
             fix="use more data, or a smaller `training.sequence_length` or "
             "`training.global_batch_size`",

@@ -8,7 +8,7 @@ from typing import Any
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource
 
-TEXT = "text"
+TEXT = "a text"
 MESSAGES = "lists of messages"
 _MESSAGE = re.compile(r"struct<.*\b(content|value): ")
 """A message in the name of an Arrow type: chats are lists of role and content, or from and
@@ -43,14 +43,13 @@ def add_kinds(columns: dict[str, str], row: Mapping[str, object]) -> None:
     """Add to `columns` what those of a row of Python values hold, where that is not known."""
     for name, value in row.items():
         if columns.get(name, "null") == "null":
-            columns[name] = _kind_of(value)
+            columns[name] = MESSAGES if _is_chat(value) else _named(value)
 
 
-def _kind_of(value: object) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return MESSAGES if {"content", "value"} & value[0].keys() else "lists"
-    kinds = {str: TEXT, type(None): "null", bool: "booleans", list: "lists", dict: "maps"}
-    return kinds.get(type(value), "numbers")
+def _is_chat(value: object) -> bool:
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        return False
+    return not {"content", "value"}.isdisjoint(value[0])
 
 
 def check_column(source: HfSource, columns: Mapping[str, str]) -> None:

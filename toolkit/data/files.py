@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _MOMENT_S = 1.0
 
 
-def cache_folder(configured: str | None, base: Path) -> Path:
+def cache_folder(configured: str | None) -> Path:
     """Folder for tokenised data: the recipe's, else `$DMT_CACHE`, else `~/.cache/dmt`.
 
     Raises DataError for a URL.
@@ -26,15 +26,7 @@ def cache_folder(configured: str | None, base: Path) -> Path:
     if chosen and is_remote(chosen):
         fix = "name a folder on this machine, or one that machines share, without a URL"
         raise DataError(f"the data cache is `{redact(chosen)}`, which is a URL", fix=fix)
-    return base / Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "dmt"
-
-
-def read_bytes(path: Path) -> bytes:
-    """The whole file. Raises DataError when it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise unreadable(path, error) from error
+    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "dmt"
 
 
 def fingerprint_of(value: object) -> str:

@@ -39,20 +39,18 @@ _UNSETTLED_S = 2.0
 """A file changed this recently may change again with the same time stamp."""
 
 
-def find_files(
-    patterns: Sequence[str], base: Path, exclude: Sequence[str] = ()
-) -> list[DataFile]:
+def find_files(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list[DataFile]:
     """Files that match, each once: pattern by pattern, sorted by path within a pattern.
 
-    Relative patterns start at `base`. The order does not depend on the file system.
-    Excluding a folder excludes everything below it.
+    The order does not depend on the file system. Excluding a folder excludes everything below
+    it.
 
     Raises DataError when a pattern matches no file.
     """
-    left_out = {one for pattern in exclude for one in _excluded(pattern, base)}
+    left_out = {one for pattern in exclude for one in _excluded(pattern)}
     found: dict[DataFile, None] = {}
     for pattern in patterns:
-        for file in _matching(pattern, base):
+        for file in _matching(pattern):
             folders = file.parents if isinstance(file, Path) else ()
             if not {file, *folders} & left_out:
                 found[file] = None
@@ -64,47 +62,40 @@ def find_files(
     return list(found)
 
 
-def _matching(pattern: str, base: Path) -> Sequence[DataFile]:
+def _matching(pattern: str) -> Sequence[DataFile]:
     """The files of a glob. Raises DataError where there is none."""
     fix = "correct the path; name the files below a folder by a glob, e.g. `FOLDER/**/*.txt`"
     if is_remote(pattern):
         if stored := list_files(pattern):
             return stored
         raise DataError(f"no file matches `{shown(pattern)}`", fix=fix)
-    paths = matching_paths(pattern, base)
-    if files := [path for path in paths if path.is_file()]:
+    if files := [path for path in matching_paths(pattern) if path.is_file()]:
         return files
-    looked = _expand(pattern, base)
-    if Path(looked).is_dir():
+    if Path(_expand(pattern)).is_dir():
         inside = f"{pattern.rstrip('/')}/**/*.txt"
         raise DataError(
             f"`{pattern}` is a folder", fix=f"write a glob of its files, e.g. `{inside}`"
         )
-    raise DataError(f"no file matches `{pattern}` (looked in {looked})", fix=fix)
+    raise DataError(f"no file matches `{pattern}`", fix=fix)
 
 
-def _excluded(pattern: str, base: Path) -> Sequence[DataFile]:
+def _excluded(pattern: str) -> Sequence[DataFile]:
     if is_remote(pattern):
         return [*list_files(pattern), *list_files(f"{pattern.rstrip('/')}/**/*")]
-    return matching_paths(pattern, base)
+    return matching_paths(pattern)
 
 
-def matching_paths(pattern: str, base: Path) -> list[Path]:
+def matching_paths(pattern: str) -> list[Path]:
     """Files and folders that match a glob, sorted; hidden ones only by their name. The name of
     one that exists is no glob."""
-    whole = _expand(pattern, base)
-    if os.path.lexists(whole):
-        found = [whole]
-    else:
-        whole = _expand(pattern, glob.escape(str(base)), glob.escape)
-        found = sorted(glob.glob(whole, recursive=True))  # noqa: PTH207
-    return [Path(os.path.normpath(path)) for path in found]
+    found = [_expand(pattern)]
+    if not os.path.lexists(found[0]):
+        found = sorted(glob.glob(_expand(pattern, glob.escape), recursive=True))  # noqa: PTH207
+    return [Path(os.path.abspath(path)) for path in found]  # noqa: PTH100 - without `..`
 
 
-def _expand(pattern: str, base: Path | str, escape: Callable[[str], str] = str) -> str:
-    stdlib = escape(sysconfig.get_path("stdlib"))
-    expanded = os.path.expanduser(pattern.replace(STDLIB, stdlib))  # noqa: PTH111 - a glob
-    return os.path.join(base, expanded)  # noqa: PTH118
+def _expand(pattern: str, escape: Callable[[str], str] = str) -> str:
+    return pattern.replace(STDLIB, escape(sysconfig.get_path("stdlib")))
 
 
 def check_beginning(file: Path) -> None:

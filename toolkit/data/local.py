@@ -25,7 +25,6 @@ from toolkit.data.records import data_files
 from toolkit.data.remote import DataFile, check_package
 from toolkit.data.tokenizers import (
     BYTES,
-    BYTES_VOCAB_SIZE,
     check_vocabulary,
     count_tokens,
     stated_template,
@@ -77,11 +76,6 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
         yield from wrong or _template_problems(data, source)
 
 
-def _count_tokens(name: str) -> int | None:
-    """Tokens of a tokenizer, if no download is needed to know."""
-    return BYTES_VOCAB_SIZE if name == BYTES else count_tokens(name, Path.cwd())
-
-
 def _vocabulary(config: Mapping[str, Any]) -> int | None:
     """The model's tokens, also where its config leaves them to the default of its type."""
     size = config.get("vocab_size")
@@ -115,7 +109,7 @@ def _tokenizer_problems(data: DataSection, vocab_size: int | None) -> Iterator[P
         yield Problem("data.tokenizer", found, "a hub id or a folder", "write its name")
         return
     try:
-        known = _count_tokens(name)
+        known = count_tokens(name)
         if known is not None:
             check_vocabulary(name, known, vocab_size)
     except DataError as error:
@@ -148,10 +142,10 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         for place in remote:
             check_package(place)
         if isinstance(source, MegatronSource) and not remote:
-            from toolkit.data.formats.indexed import read_indexed
+            from toolkit.data.indexed import read_indexed
 
             allowed = "a whole pair of files in Megatron's indexed format"
-            read_indexed(Path.cwd() / Path(source.prefix).expanduser())
+            read_indexed(Path(source.prefix))
         elif isinstance(source, RowsSource):
             allowed = "a hub id, or data files that can be read"
             files = _files(source)
@@ -171,7 +165,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         elif isinstance(source, TextSource):
             allowed = "files and globs that each match a file"
             if here := [pattern for pattern in source.files if pattern not in remote]:
-                for file in find_files(here, Path.cwd(), () if remote else source.exclude):
+                for file in find_files(here, () if remote else source.exclude):
                     if isinstance(file, Path):
                         check_beginning(file)
     except (DataError, BackendUnavailable) as error:
@@ -196,7 +190,7 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
     key, allowed = "data.chat_template", "a file, a Jinja template, or chatml"
     try:
         if data.chat_template is not None:
-            stated_template(data.chat_template, Path.cwd())
+            stated_template(data.chat_template)
         elif data.tokenizer == BYTES:
             columns, _ = _columns(_files(source))
             if columns and needs_template(source, columns):
@@ -211,7 +205,7 @@ def _files(source: RowsSource) -> list[DataFile]:
 
     Raises DataError where there is none.
     """
-    return [] if is_remote(source.path) else data_files(source, Path.cwd()) or []
+    return [] if is_remote(source.path) else data_files(source) or []
 
 
 def _columns(

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 
 from toolkit.batch import IGNORE_INDEX
-from toolkit.data.formats.indexed import IndexedTokens
+from toolkit.data.indexed import IndexedTokens
 from toolkit.data.rows import Int64Array, MarkedTokens, Row, documents
 from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
@@ -191,16 +191,6 @@ class StreamSamples:
 
     def __len__(self) -> int:
         return self._parts.n_rows // self.rows_per_sample
-
-    @property
-    def n_documents(self) -> int:
-        """Number of documents, parts of which may lie in several samples."""
-        return self.stream.n_documents
-
-    @property
-    def n_tokens(self) -> int:
-        """Tokens of the documents; the last of them may be in no sample."""
-        return len(self.stream)
 
     def rows(self, index: int) -> list[Row]:
         """See `Samples.rows`.

@@ -70,10 +70,11 @@ def preview(
 ) -> Preview:
     """The first samples of a source, `tokens` of each document, and statistics."""
     train, report = source.train, source.report
+    n_tokens, n_documents = len(train.stream), train.stream.n_documents
     n_rows = len(train) * train.rows_per_sample
     if report is None:
         # The stream gives all tokens but the first of each document as labels.
-        share = 1 - train.n_documents / max(train.n_tokens, 1)
+        share = 1 - n_documents / max(n_tokens, 1)
     else:
         share = report.trained_tokens / report.tokens
     return Preview(
@@ -85,11 +86,11 @@ def preview(
             for index in range(min(samples, len(train)))
         ),
         len(train),
-        train.n_documents,
+        n_documents,
         train.sequence_length,
         share,
-        min(train.n_tokens / (n_rows * train.sequence_length), 1.0),
-        tuple(_bins(train.stream.document_lengths(min(train.n_tokens, _MEASURED_TOKENS)))),
+        min(n_tokens / (n_rows * train.sequence_length), 1.0),
+        tuple(_bins(train.stream.document_lengths(min(n_tokens, _MEASURED_TOKENS)))),
         None if report is None else asdict(report),
     )
 

@@ -31,7 +31,6 @@ from toolkit.recipe.schema import HfSource, RowsSource
 from toolkit.text.units import MIB
 
 ENDINGS = (".json", ".jsonl", ".parquet", ".arrow", ".txt")
-_TABLES = (".parquet", ".arrow")
 ROWS_AT_ONCE = 1000
 """Rows that are Python objects at the same time: they take several times Arrow's memory."""
 LONGEST_ROW_MIB = 128
@@ -40,12 +39,9 @@ LARGEST_LIST_MIB = 1024
 """The largest JSON list, which takes several times as much memory."""
 _LOOKED_AT = 10_000
 """Rows of a JSON file whose columns are looked at."""
-_LOOKED_AT_MIB = 10
-"""The longest of them."""
 _LIST_LOOKED_AT_MIB = 128
 """The largest list that is read for its columns: about a second."""
 _WHOLE = "check that the file is whole and UTF-8"
-_TOO_DEEP = Broken("it is nested too deeply")
 
 _UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 """Exceptions of reading files, also compressed ones."""
@@ -88,7 +84,7 @@ def read_rows(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]
         case ".txt":
             yield from _rows_of_text(file, source)
         case _:
-            yield from _rows_of_json(file, LONGEST_ROW_MIB, LARGEST_LIST_MIB)
+            yield from _rows_of_json(file, LARGEST_LIST_MIB)
 
 
 def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
@@ -104,7 +100,7 @@ def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
             case ".txt":
                 return {"text": TEXT}, True
             case ".json" | ".jsonl":
-                rows = _rows_of_json(file, _LOOKED_AT_MIB, _LIST_LOOKED_AT_MIB)
+                rows = _rows_of_json(file, _LIST_LOOKED_AT_MIB)
                 for number, (_, row) in enumerate(rows):
                     if isinstance(row, Broken) or number == _LOOKED_AT:
                         return columns, False
@@ -130,15 +126,19 @@ def opened(file: DataFile) -> Iterator[Any]:
 # Lines
 
 
-def _lines(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, bytes]]:
+def _lines(file: DataFile, stream: Any) -> Iterator[tuple[str, bytes]]:
     """The lines of a file, each with its place, without line feed; the first without a byte
     order mark."""
-    number, limit = 0, limit_mib * MIB
+    number, limit = 0, LONGEST_ROW_MIB * MIB
     try:
         while line := stream.readline(limit + 1):
             number += 1
             if len(line) > limit and not line.endswith(b"\n"):
-                raise _too_long(f"{file}:{number}", limit_mib)
+                raise DataError(
+                    f"{file}:{number}: the row is longer than {LONGEST_ROW_MIB:,} MiB, "
+                    "the limit",
+                    fix="correct the file, or write its rows as Parquet",
+                )
             line = line.removesuffix(b"\n")
             yield f"{file}:{number}", line if number > 1 else line.removeprefix(BOM_UTF8)
     except _UNREADABLE as error:
@@ -146,18 +146,11 @@ def _lines(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, b
         raise DataError(f"cannot read {file}{after}: {error}", fix=_WHOLE) from error
 
 
-def _too_long(place: str, limit_mib: int) -> DataError:
-    return DataError(
-        f"{place}: the row is longer than {limit_mib:,} MiB, the limit",
-        fix="correct the file, or write its rows as Parquet",
-    )
-
-
 def _rows_of_text(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]]:
     if isinstance(source, HfSource):
         check_column(source, {"text": TEXT})
     with opened(file) as stream:
-        for place, line in _lines(file, stream, LONGEST_ROW_MIB):
+        for place, line in _lines(file, stream):
             try:
                 yield place, {"text": line.removesuffix(b"\r").decode()}
             except UnicodeDecodeError:
@@ -167,14 +160,12 @@ def _rows_of_text(file: DataFile, source: RowsSource) -> Iterator[tuple[str, obj
 # JSON
 
 
-def _rows_of_json(
-    file: DataFile, limit_mib: int, list_mib: int
-) -> Iterator[tuple[str, object]]:
+def _rows_of_json(file: DataFile, list_mib: int) -> Iterator[tuple[str, object]]:
     with opened(file) as stream:
         if _stripped(_begin(file, stream)).startswith(b"["):
             yield from _rows_of_list(file, stream, list_mib)
             return
-        for place, line in _lines(file, stream, limit_mib):
+        for place, line in _lines(file, stream):
             if _stripped(line):
                 yield place, _parsed(line)
 
@@ -194,19 +185,15 @@ def _parsed(text: bytes) -> object:
     try:
         return json.loads(text.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
-        return Broken(_not_utf8(error))
+        byte = f"0x{error.object[error.start]:02x}"
+        return Broken(f"it is not UTF-8 (byte {byte} at {error.start + 1:,})")
     except json.JSONDecodeError as error:
         line = f"line {error.lineno:,}, " if error.lineno > 1 else ""
         return Broken(f"it is not JSON ({error.msg}, {line}character {error.colno:,})")
     except RecursionError:
-        return _TOO_DEEP
+        return Broken("it is nested too deeply")
     except ValueError:
         return Broken("it holds a number of thousands of digits")
-
-
-def _not_utf8(error: UnicodeDecodeError) -> str:
-    byte = f"0x{error.object[error.start]:02x}"
-    return f"it is not UTF-8 (byte {byte} at {error.start + 1:,})"
 
 
 def _rows_of_list(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, object]]:

@@ -74,13 +74,13 @@ class Records:
         return _load(self.source)
 
 
-def open_records(source: RowsSource, *, base: Path, cache: Path) -> Records:
-    """Find the rows of `source`; relative paths start at `base`.
+def open_records(source: RowsSource, cache: Path) -> Records:
+    """Find the rows of `source`.
 
     `cache` is the folder with the hashes of files. Raises DataError if there are no files,
     BackendUnavailable if `datasets` is needed and missing.
     """
-    files = data_files(source, base)
+    files = data_files(source)
     if files is not None:
         return Records(source, tuple(files), content_fingerprint(files, cache))
     version = source.revision or ""
@@ -97,14 +97,14 @@ def _split_names(source: RowsSource) -> list[str]:
     return [part.partition("[")[0] for part in source.split.split("+")]
 
 
-def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
+def data_files(source: RowsSource) -> list[DataFile] | None:
     """Files that `path` names, sorted; None for a hub id.
 
     A local path wins over a hub id of the same name, as in `datasets`. Raises DataError where
     there is no file, for a folder, for files of several kinds, and for files beside those of
     `save_to_disk`.
     """
-    path, name = base / Path(source.path).expanduser(), shown(source.path)
+    path, name = Path(source.path), shown(source.path)
     looks_local = (
         is_remote(source.path)
         or path.exists()
@@ -126,7 +126,7 @@ def data_files(source: RowsSource, base: Path) -> list[DataFile] | None:
             f"`{name}` is a folder",
             fix=f"name the files of a split by a glob, e.g. `{name}/{glob}`",
         )
-    files = find_files([source.path], base)
+    files = find_files([source.path])
     for file in files:
         _check_saved(file)
     if not _OF_FILES.match(source.split) or len({*_split_names(source)}) > 1:

@@ -18,7 +18,6 @@ class Row:
 
     input_ids: Int64Array
     labels: Int64Array
-    loss_weights: npt.NDArray[np.float32] | None = None
     positions: Int64Array | None = None
     segments: npt.NDArray[np.int32] | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
@@ -27,13 +26,10 @@ class Row:
     @classmethod
     def padding(cls, like: "Row") -> "Row":
         """A row of the same documents of which nothing is trained."""
-        blank = {
-            name: np.zeros_like(values)
-            for name in ("input_ids", "loss_weights")
-            if (values := getattr(like, name)) is not None
-        }
+        tokens = np.zeros_like(like.input_ids)
         labels = np.full_like(like.labels, IGNORE_INDEX)
-        return replace(like, **blank, labels=labels, extra=dict.fromkeys(like.extra, 0.0))
+        extra = dict.fromkeys(like.extra, 0.0)
+        return replace(like, input_ids=tokens, labels=labels, extra=extra)
 
 
 @dataclass(frozen=True)

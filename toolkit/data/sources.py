@@ -35,16 +35,16 @@ class Documents:
         return map("".join, self.in_parts())
 
 
-def open_source(source: TextSource | HfSource, *, base: Path, cache: Path) -> Documents:
-    """Find the documents of `source`; relative paths start at `base`.
+def open_source(source: TextSource | HfSource, cache: Path) -> Documents:
+    """Find the documents of `source`.
 
     `cache` is the folder that remembers the hashes of files. Raises DataError when there are
     none, BackendUnavailable when `datasets` is missing.
     """
     if isinstance(source, TextSource):
-        files = find_files(source.files, base, source.exclude)
+        files = find_files(source.files, source.exclude)
         return Documents(content_fingerprint(files, cache), partial(_texts_of_files, files))
-    records = open_records(source, base=base, cache=cache)
+    records = open_records(source, cache)
     if not records.files:
         parts = ["hub", source.path, source.name, source.split, source.text_field]
         parts.append(records.version)

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from toolkit.data.files import cache_not_writable, fingerprint_of, held_lock
-from toolkit.data.formats.indexed import (
+from toolkit.data.indexed import (
     IndexedTokens,
-    IndexedWriter,
     TokenArray,
     bin_path,
     idx_path,
@@ -28,6 +27,7 @@ from toolkit.data.formats.indexed import (
     no_file,
     read_indexed,
     token_dtype,
+    write_chunks,
 )
 from toolkit.data.listing import content_fingerprint
 from toolkit.data.progress import Track, untracked
@@ -77,34 +77,30 @@ def prepare(
     source: DocumentSource,
     tokenizer: "PreTrainedTokenizerFast",
     *,
-    base: Path,
     cache: Path,
     parse_special: bool = False,
     track: Track = untracked,
 ) -> TokenizedData:
     """Tokens of `source`: from the cache, or tokenised now.
 
-    Relative paths start at `base`. `parse_special`: see `encoder`. `track` shows how long
-    work continues.
-    Safe to call from several processes at once. Each document consists of the tokenizer's
-    prefix (such as a BOS token), its tokens, and the EOS token; documents without text are
-    skipped.
+    `parse_special`: see `encoder`. `track` shows how long work continues. Safe to call from
+    several processes at once. Each document consists of the tokenizer's prefix (such as a BOS
+    token), its tokens, and the EOS token; documents without text are skipped.
 
     Raises DataError when there are no documents, or the cache cannot be written.
     """
     if isinstance(source, MegatronSource):
         if is_remote(source.prefix):
-            return _read_remote(source.prefix, cache, track=track)
-        prefix = base / Path(source.prefix).expanduser()
-        return _read_megatron(prefix, cache)
-    documents = open_source(source, base=base, cache=cache)
+            return _read_remote(source.prefix, cache, track)
+        return _read_megatron(Path(source.prefix), cache)
+    documents = open_source(source, cache)
     parts = [CACHE_VERSION, documents.fingerprint, tokenizer_fingerprint(tokenizer)]
     key = fingerprint_of(parts if parse_special else [*parts, "special tokens are text"])
     prefix = cache / "tokens" / key
 
     def tokenise() -> None:
-        shown = track(documents.in_parts(), "tokenising")
-        write_tokens(prefix, shown, tokenizer, parse_special=parse_special)
+        texts = track(documents.in_parts(), "tokenising")
+        write_tokens(prefix, texts, tokenizer, parse_special=parse_special)
 
     return TokenizedData(cached_tokens(prefix, tokenise), key, str(prefix))
 
@@ -113,27 +109,13 @@ def _read_megatron(prefix: Path, cache: Path) -> TokenizedData:
     """Data that is tokenised already, which its index and samples of its tokens identify."""
     indexed = read_indexed(prefix)
     _check_some(indexed, str(bin_path(prefix)))
-    return TokenizedData(indexed, _pair_fingerprint(prefix, cache), str(prefix))
+    index = content_fingerprint([idx_path(prefix)], cache)
+    tokens = content_fingerprint([bin_path(prefix)], cache, sampled=True)
+    fingerprint = fingerprint_of(["megatron pair", index, tokens])
+    return TokenizedData(indexed, fingerprint, str(prefix))
 
 
-def _pair_fingerprint(prefix: Path, cache: Path) -> str:
-    """Hash of the index and of samples of the tokens; see `content_fingerprint`."""
-    lock = cache / "fingerprints" / f"{fingerprint_of(str(prefix))}.lock"
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with held_lock(lock, "reading"):
-            return fingerprint_of(
-                [
-                    "megatron pair",
-                    content_fingerprint([idx_path(prefix)], cache),
-                    content_fingerprint([bin_path(prefix)], cache, sampled=True),
-                ]
-            )
-    except OSError as error:
-        raise cache_not_writable(lock.parent, error) from error
-
-
-def _read_remote(prefix: str, cache: Path, *, track: Track) -> TokenizedData:
+def _read_remote(prefix: str, cache: Path, track: Track) -> TokenizedData:
     """Data that is tokenised already, in a store: copied into the cache, once. The store's
     checksums identify it."""
     name = PurePosixPath(prefix).name
@@ -219,27 +201,28 @@ def write_tokens(
             found = backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, dtype=dtype) for one in found]
 
-    with IndexedWriter(prefix, dtype) as writer:
-        document = 0  # tokens of the one that is being written
+    def chunks() -> Iterator[tuple[TokenArray, list[int]]]:
+        n_documents, length = 0, 0
         for pieces, encoded in _encoded(_batches(_pieces(documents)), encode):
             tokens, lengths = list[TokenArray](), list[int]()
             for piece, ids in zip(pieces, encoded, strict=True):
                 if piece.first:
                     tokens.append(before_text)
-                    document = len(before_text)
+                    length = len(before_text)
                 tokens.append(ids)
-                document += len(ids)
+                length += len(ids)
                 if piece.last:
                     tokens.append(eos)
-                    lengths.append(document + 1)
-            writer.append(np.concatenate(tokens))
-            writer.end_documents(lengths)
-        if not writer.n_documents:
+                    lengths.append(length + 1)
+            n_documents += len(lengths)
+            yield np.concatenate(tokens), lengths
+        if not n_documents:
             raise DataError(
                 "the data has no text: every document is empty",
                 fix="check the files, or the column that `text_field` names",
             )
-        writer.commit()
+
+    write_chunks(prefix, dtype, chunks())
 
 
 class _Piece(NamedTuple):

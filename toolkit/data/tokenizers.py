@@ -1,12 +1,12 @@
 """Tokenizers: from the hub, from a folder, the shipped byte-level one, or newly trained."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from toolkit.data.files import fingerprint_of, read_bytes
+from toolkit.data.files import fingerprint_of, unreadable
 from toolkit.errors import DataError
 from toolkit.models.hub import answers, asks_to_run_code, runs_code
 
@@ -32,17 +32,15 @@ _OLDER_FILES = ("*.model", "vocab*", "*.tiktoken")
 """What transformers makes a fast tokenizer from where there is no tokenizer.json."""
 
 
-def load_tokenizer(
-    name: str, revision: str | None = None, *, base: Path | None = None
-) -> "PreTrainedTokenizerFast":
-    """Load the tokenizer `name`: `bytes`, a local folder (relative to `base`) or a hub id.
+def load_tokenizer(name: str, revision: str | None = None) -> "PreTrainedTokenizerFast":
+    """Load the tokenizer `name`: `bytes`, a local folder or a hub id.
 
     Raises DataError when it cannot be had, is not a fast tokenizer (those alone run in
     parallel and can be stored as one file), or has no token that ends a document.
     """
     if name == BYTES:
         return byte_tokenizer()
-    tokenizer = _from_pretrained(str(_folder(name, base or Path()) or name), revision)
+    tokenizer = _from_pretrained(str(_folder(name) or name), revision)
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"the tokenizer `{name}` has no end-of-sequence token, so documents cannot be "
@@ -52,7 +50,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def stated_template(stated: str, base: Path) -> str:
+def stated_template(stated: str) -> str:
     """The chat template that a recipe states: a shipped one, its text, or a file's content.
 
     Raises DataError when the file cannot be read.
@@ -61,12 +59,15 @@ def stated_template(stated: str, base: Path) -> str:
         return _SHIPPED[stated]
     if "{" in stated:
         return stated
-    return read_bytes(base / Path(stated).expanduser()).decode(errors="replace")
+    try:
+        return Path(stated).read_bytes().decode(errors="replace")
+    except OSError as error:
+        raise unreadable(stated, error) from error
 
 
-def _folder(name: str, base: Path) -> Path | None:
+def _folder(name: str) -> Path | None:
     """The local folder that `name` means; None for a hub id."""
-    folder = base / Path(name).expanduser()
+    folder = Path(name)
     if folder.is_dir():
         return folder
     if name.startswith((".", "/", "~")):
@@ -74,12 +75,15 @@ def _folder(name: str, base: Path) -> Path | None:
     return None
 
 
-def count_tokens(name: str, base: Path) -> int | None:
-    """Tokens of the tokenizer in a local folder; None where only transformers knows.
+def count_tokens(name: str) -> int | None:
+    """Tokens of `bytes`, or of the tokenizer in a local folder; None where only transformers
+    knows.
 
     Raises DataError when there is no such folder, or no tokenizer in it.
     """
-    folder = _folder(name, base)
+    if name == BYTES:
+        return BYTES_VOCAB_SIZE
+    folder = _folder(name)
     if folder is None:
         return None
     file = folder / "tokenizer.json"
@@ -89,12 +93,8 @@ def count_tokens(name: str, base: Path) -> int | None:
         return None
     from tokenizers import Tokenizer
 
-    try:
+    with _guarded(f"tokenizer: {file} cannot be read", _NAME_ONE):
         return int(Tokenizer.from_file(str(file)).get_vocab_size())
-    except BaseException as error:
-        if _is_ours(error):
-            raise
-        raise DataError(f"tokenizer: {file} cannot be read: {error}", fix=_NAME_ONE) from error
 
 
 def check_vocabulary(name: str, n_tokens: int, vocab_size: int | None) -> None:
@@ -177,18 +177,23 @@ def encoder(tokenizer: "PreTrainedTokenizerFast", *, parse_special: bool) -> "To
     return backend
 
 
-@contextmanager
-def encoding() -> Iterator[None]:
+def encoding() -> AbstractContextManager[None]:
     """While texts are encoded: raise DataError for what a damaged tokenizer raises."""
+    return _guarded(
+        "the tokenizer cannot encode a text",
+        "copy its files again from where they are whole, or name another tokenizer",
+    )
+
+
+@contextmanager
+def _guarded(problem: str, fix: str) -> Iterator[None]:
+    """Raise DataError for what the library raises."""
     try:
         yield
     except BaseException as error:
         if _is_ours(error):
             raise
-        raise DataError(
-            f"the tokenizer cannot encode a text: {error}",
-            fix="copy its files again from where they are whole, or name another tokenizer",
-        ) from error
+        raise DataError(f"{problem}: {error}", fix=fix) from error
 
 
 def _is_ours(error: BaseException) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from toolkit.data.columns import MESSAGES, TEXT
 from toolkit.data.readers import columns_of, ending_of, read_rows
-from toolkit.data.tokenizers import BYTES, count_tokens
+from toolkit.data.tokenizers import count_tokens
 from toolkit.errors import DataError, PlanError
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import ChatRowsSource, Recipe
@@ -113,18 +113,18 @@ def source_of(data: Path, task: Task) -> dict[str, Any]:
 def count_samples(recipe: Recipe, data: Path) -> int | None:
     """Samples of the file, tokenised for it and forgotten; None if it is large or its tokenizer
     is not here."""
-    name = recipe.data.tokenizer
     if data.stat().st_size > COUNTED_BYTES:
         return None
-    if name != BYTES and count_tokens(name, Path.cwd()) is None:
+    if count_tokens(recipe.data.tokenizer) is None:
         return None
-    from toolkit.data.build import recipe_data  # numpy and tokenizers
+    from toolkit.data.build import build_data  # numpy and tokenizers
 
     one = {"training.global_batch_size": 1, "training.batch_ramp": None}
     with TemporaryDirectory() as cache:
         recipe = recipe.with_values({"data.cache": cache, **one})
         try:
-            return recipe_data(recipe, recipe.model.stated_vocabulary).samples_per_epoch
+            vocab_size = recipe.model.stated_vocabulary
+            return build_data(recipe.data, recipe.training, vocab_size).samples_per_epoch
         except DataError as error:
             raise PlanError(f"--data: {error.message}", fix=error.fix) from error
 

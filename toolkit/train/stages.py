@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.resume import ResumePoint
 from toolkit.data.batches import GlobalBatches, evaluation_batches
-from toolkit.data.build import TrainingData, recipe_data
+from toolkit.data.build import TrainingData, build_data
 from toolkit.data.rows import Samples
 from toolkit.engines.base import Engine
 from toolkit.engines.build import build_engine
@@ -88,7 +88,7 @@ def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
     start.marks.begin("reading the data")
     config = together.run(lambda: hf.build_config(recipe.model))
     data = together.leaders_first(
-        lambda: recipe_data(recipe, config.vocab_size, start.marks.track)
+        lambda: build_data(recipe.data, training, config.vocab_size, start.marks.track)
     )
     take_ends(config, recipe, data)
     steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch, data.ends_after))

@@ -186,7 +186,7 @@ def test_preferences_share_the_mask_of_their_prompt(tmp_path: Path) -> None:
     }
     write(tmp_path / "rows.jsonl", [row] * 3)
     samples = samples_of(build(tmp_path, {"kind": "preference"}))
-    assert (len(samples), samples.rows_per_sample, samples.n_documents) == (3, 2, 6)
+    assert (len(samples), samples.rows_per_sample, samples.stream.n_documents) == (3, 2, 6)
     chosen, rejected = samples.rows(1)
     answers = ["four<|im_end|>\n$", "no idea<|im_end|>\n$"]
     assert texts(samples, trained=True) == answers * 3
@@ -281,14 +281,6 @@ def test_processes_make_the_same_samples_in_the_same_order(
         build(tmp_path)
 
 
-def test_thinking_that_other_turns_rewrite_is_an_error(tmp_path: Path) -> None:
-    turns = chat("Hi", "one", "two")["messages"]
-    write(tmp_path / "rows.jsonl", [{"messages": turns}])
-    template = str(TEMPLATES / "qwen3.jinja")
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: the chat template changes message 1"):
-        build(tmp_path, chat_template=template)
-
-
 @pytest.mark.parametrize(
     ("loss_on", "trained"),
     [
@@ -319,7 +311,8 @@ def test_a_preference_with_rewritten_history_is_told_what_it_can_do(tmp_path: Pa
     row = {"prompt": turns[:1], "chosen": turns[1:], "rejected": other[1:]}
     write(tmp_path / "rows.jsonl", [row])
     template = str(TEMPLATES / "qwen3.jinja")
-    with pytest.raises(DataError, match="the chat template changes message 1") as raised:
+    says = r"rows\.jsonl:1: the chat template changes message 1"
+    with pytest.raises(DataError, match=says) as raised:
         build(tmp_path, {"kind": "preference"}, 256, chat_template=template)
     assert "rewritten_history" not in raised.value.fix and "`prompt`" in raised.value.fix
 
@@ -345,12 +338,11 @@ def test_an_optional_column_may_begin_late(tmp_path: Path) -> None:
         build(tmp_path, {"columns": {"tools": "functions"}})
 
 
-@pytest.mark.parametrize("start", ["\ufeff", "\n", "\ufeff \n\n  "])
-def test_json_may_begin_with_a_mark_or_blank_lines(tmp_path: Path, start: str) -> None:
+def test_json_may_begin_with_a_mark_and_blank_lines(tmp_path: Path) -> None:
     rows = [chat("Hi", "Hello"), chat("a", "b")]
     file = tmp_path / "rows.json"
     for text in (json.dumps(rows), "\n".join(map(json.dumps, rows))):
-        file.write_text(start + text, encoding="utf-8")
+        file.write_text("\ufeff \n\n  " + text, encoding="utf-8")
         assert len(samples_of(build(tmp_path, {"path": "rows.json"}))) == 2
 
 

@@ -166,28 +166,6 @@ def test_thinking_that_a_completion_loses_is_detected() -> None:
     assert said == "<think>\ndef\n</think>\n\nIt's two.<|im_end|>\n"
 
 
-def test_generated_thinking_conversations_split_as_documented() -> None:
-    tokenizer = make_tokenizer(QWEN3_SPECIAL)
-    template = ChatTemplate(QWEN3, tokenizer)
-    for messages in conversations(CHATML, 200):
-        thinking: list[Message] = [
-            {**m, "reasoning_content": m["content"][::-1].strip()}
-            if m["role"] == "assistant"
-            else m
-            for m in messages
-        ]
-        for turn in Conversation(tuple(map(dict, thinking))).assistant_turns():
-            text, _ = CHATML.expected(messages[:turn])
-            text += "<|im_start|>assistant\n"
-            thought = thinking[turn]["reasoning_content"]
-            said = f"<think>\n{thought}\n</think>\n\n{messages[turn]['content']}<|im_end|>"
-            ids, trained = reference(
-                tokenizer, f"{text}{said}\n", [(len(text), len(text + said))]
-            )
-            found = tokens_of(template, thinking[: turn + 1], "last_assistant")
-            assert found.ids.tolist() == ids and found.trained.tolist() == trained
-
-
 def test_history_rewritten_inside_generation_blocks_is_detected() -> None:
     text = MARKED_CHATML.template.replace(
         "m.content ~ '<|im_end|>'",

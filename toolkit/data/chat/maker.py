@@ -51,10 +51,8 @@ _Texts: TypeAlias = tuple[int, tuple[MarkedText, ...]]
 class SampleBatch:
     """The samples of a batch."""
 
-    stored: list[Int64Array]
-    """[tokens] each."""
-    row_numbers: list[int]
-    """The row of each."""
+    stored: list[tuple[int, Int64Array]]
+    """The number of its row, and [tokens]."""
     report: ChatReport
 
 
@@ -97,9 +95,7 @@ class SampleMaker:
         stored = list(self._stored(rendered))
         report.unread_columns = tuple(columns)
         report.unread_keys = tuple(key for key in keys if not self._template.reads(key))
-        return SampleBatch(
-            [tokens for _, tokens in stored], [number for number, _ in stored], report
-        )
+        return SampleBatch(stored, report)
 
     def _parsed(self, row: object) -> tuple[Example, ...]:
         """`examples_of` the row, which spell out no special token unless they may."""

@@ -75,8 +75,16 @@ class ChatReport:
         said = ", ".join(f"{number:,} {what}" for number, what in parts if number)
         found = [f"{self.rows:,} rows, {self.samples:,} samples: {said}"] if said else []
         if self.plain and stated_template:
-            found.append(template_unused(f"{self.plain:,} rows"))
-        return [*found, *not_read(self.unread_columns, self.unread_keys)]
+            found.append(
+                f"`data.chat_template` is not used for {self.plain:,} rows: prompt and "
+                "completion are texts"
+            )
+        unread = {"columns": self.unread_columns, "keys of messages": self.unread_keys}
+        return found + [
+            f"{what} that nothing reads: {', '.join(names)}"
+            for what, names in unread.items()
+            if names
+        ]
 
     def check_enough(self, source: ChatSource | PreferenceSource, sequence_length: int) -> None:
         """Raise DataError if no sample is left, or most have no trained token."""
@@ -108,14 +116,3 @@ class ChatReport:
         else:
             said = "it has no rows"
         raise DataError(f"`{source.path}`: {said}", fix=fix)
-
-
-def template_unused(which: str) -> str:
-    """The note about `data.chat_template` next to texts."""
-    return f"`data.chat_template` is not used for {which}: prompt and completion are texts"
-
-
-def not_read(columns: tuple[str, ...], keys: tuple[str, ...]) -> list[str]:
-    """The notes about columns and keys of messages that nothing reads."""
-    said = (("columns", columns), ("keys of messages", keys))
-    return [f"{what} that nothing reads: {', '.join(names)}" for what, names in said if names]

@@ -23,7 +23,7 @@ from toolkit.data.chat.maker import Batch, SampleMaker
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.chat.workers import made_in_order
 from toolkit.data.files import fingerprint_of, write_cached
-from toolkit.data.formats.indexed import IndexedTokens, write_indexed
+from toolkit.data.indexed import IndexedTokens, write_indexed
 from toolkit.data.progress import Track, untracked
 from toolkit.data.records import Records, open_records
 from toolkit.data.rows import Int64Array
@@ -69,7 +69,6 @@ def prepare_chats(
     tokenizer: "PreTrainedTokenizerFast",
     *,
     sequence_length: int,
-    base: Path,
     cache: Path,
     track: Track = untracked,
 ) -> StoredChats:
@@ -79,7 +78,7 @@ def prepare_chats(
 
     Raises DataError when the data, the template or the mask leaves nothing to train on.
     """
-    records = open_records(source, base=base, cache=cache)
+    records = open_records(source, cache)
     text = tokenizer.chat_template
     whose = {*SourceSection.model_fields, "path", "name", "revision", "split"}
     settings = source.model_dump(exclude=whose, exclude_defaults=True)
@@ -99,8 +98,9 @@ def prepare_chats(
         report, row_numbers = ChatReport(), array("i")
         for made in made_in_order(maker, _batches(track(records, "tokenising"), source)):
             report += made.report
-            row_numbers.extend(made.row_numbers)
-            yield from made.stored
+            for number, tokens in made.stored:
+                row_numbers.append(number)
+                yield tokens
         report.check_enough(source, sequence_length)
         yield np.array(row_numbers, dtype=np.int64)
         write_cached(report_file, json.dumps(asdict(report)))

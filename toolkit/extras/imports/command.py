@@ -16,7 +16,7 @@ from toolkit.checkpoint.shards import StateShard
 from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.cli.bars import byte_progress
 from toolkit.cli.output import output
-from toolkit.data.build import recipe_data
+from toolkit.data.build import build_data
 from toolkit.errors import CheckpointError, DataError, DmtError
 from toolkit.extras.imports import dcp, deepspeed, megatron
 from toolkit.extras.imports.state import (
@@ -169,7 +169,7 @@ def _write(
     recipe, plan = assignment.recipe, assignment.plan
     run = RunDirectory(assignment.run_dir)
     store = CheckpointStore(run.checkpoints, recipe.checkpoint.keep)
-    data = recipe_data(recipe, model.config.vocab_size)
+    data = build_data(recipe.data, recipe.training, model.config.vocab_size)
     take_ends(model.config, recipe, data)
     manifest = Manifest(
         step=state.step,

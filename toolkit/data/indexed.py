@@ -22,11 +22,11 @@ import os
 import struct
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -198,100 +198,78 @@ def _document_offsets(path: Path, pointers: Int64Array, marks: Int64Array) -> In
     return np.asarray(pointers[firsts], dtype=np.int64)
 
 
-class IndexedWriter:
-    """Writes a pair of files, under temporary names until `commit`; one writer at a time.
-
-    Leaving the `with` block without `commit` (an error, Ctrl-C) removes what was written;
-    a kill leaves `.tmp` files, which are never read as data and which the next writer replaces.
-    """
-
-    def __init__(self, prefix: Path, dtype: type[np.integer[Any]]) -> None:
-        self._prefix = prefix
-        self._dtype = dtype
-        self._lengths = array("i")
-        self._open_document = 0
-        self._hash = _hash()
-        self._bin_tmp = prefix.with_name(prefix.name + ".bin.tmp")
-        self._idx_tmp = prefix.with_name(prefix.name + ".idx.tmp")
-        prefix.parent.mkdir(parents=True, exist_ok=True)
-        self._bin = self._bin_tmp.open("wb")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._bin.close()
-        self._bin_tmp.unlink(missing_ok=True)
-        self._idx_tmp.unlink(missing_ok=True)
-
-    @property
-    def n_documents(self) -> int:
-        """Documents ended so far."""
-        return len(self._lengths)
-
-    def append(self, tokens: npt.ArrayLike) -> None:
-        """Add token ids [n] to what is being written."""
-        ids = np.ascontiguousarray(tokens, dtype=self._dtype)
-        self._bin.write(ids.data)
-        self._hash.update(ids.data)
-        self._open_document += len(ids)
-
-    def end_document(self) -> None:
-        self.end_documents([self._open_document])
-
-    def end_documents(self, lengths: Sequence[int]) -> None:
-        """Close documents of so many tokens each, in the order in which they were added.
-
-        What was added after them belongs to the next document.
-        """
-        for number, length in enumerate(lengths, start=self.n_documents):
-            if length > _LONGEST_SEQUENCE:
-                raise DataError(
-                    f"document {number} has {length:,} tokens; the indexed format allows "
-                    f"{_LONGEST_SEQUENCE:,}",
-                    fix="split it into several files or rows",
-                )
-        self._lengths.extend(lengths)
-        self._open_document -= sum(lengths)
-
-    def commit(self) -> None:
-        """Make both files durable and give them their names, the index last."""
-        _sync_and_close(self._bin)
-        lengths = np.frombuffer(self._lengths, dtype=np.int32)
-        sizes = lengths.astype(np.int64) * np.dtype(self._dtype).itemsize
-        n = len(lengths)
-        with self._idx_tmp.open("wb") as stream:
-            for part in (
-                _HEADER.pack(_MAGIC, _VERSION, _CODES[self._dtype], n, n + 1),
-                lengths.tobytes(),
-                (np.cumsum(sizes) - sizes).tobytes(),
-                np.arange(n + 1, dtype=np.int64).tobytes(),
-            ):
-                stream.write(part)
-                self._hash.update(part)
-            stream.write(_SEAL + self._hash.digest())
-            _sync_and_close(stream)
-        _set_same_time(self._bin_tmp, self._idx_tmp)
-        idx_path(self._prefix).unlink(missing_ok=True)
-        self._bin_tmp.replace(bin_path(self._prefix))
-        self._idx_tmp.replace(idx_path(self._prefix))
-
-
 def write_indexed(
     prefix: Path, dtype: type[np.integer[Any]], documents: Iterable[npt.ArrayLike]
 ) -> None:
     """Write the token ids of each document, as a pair of files."""
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in documents:
-            writer.append(document)
-            writer.end_document()
-        writer.commit()
+    arrays = (np.asarray(document, dtype) for document in documents)
+    write_chunks(prefix, dtype, ((tokens, [len(tokens)]) for tokens in arrays))
 
 
-def _sync_and_close(stream: Any) -> None:
+def write_chunks(
+    prefix: Path,
+    dtype: type[np.integer[Any]],
+    chunks: Iterable[tuple[npt.ArrayLike, Sequence[int]]],
+) -> None:
+    """Write chunks of token ids [n], each with the lengths of the documents that end in it: a
+    document may begin in an earlier chunk.
+
+    Both files have temporary names until they are whole, and the index gets its name last. An
+    error or Ctrl-C removes what was written. A kill leaves `.tmp` files, which are never read
+    and which the next writer replaces.
+    """
+    hashed, lengths = _hash(), array("i")
+    pair = bin_path(prefix), idx_path(prefix)
+    unfinished = [path.with_name(f"{path.name}.tmp") for path in pair]
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with unfinished[0].open("wb") as stream:
+            for tokens, ended in chunks:
+                ids = np.ascontiguousarray(tokens, dtype=dtype)
+                stream.write(ids.data)
+                hashed.update(ids.data)
+                _check_lengths(ended, len(lengths))
+                lengths.extend(ended)
+            _sync(stream)
+        with unfinished[1].open("wb") as stream:
+            for part in _index_of(dtype, np.frombuffer(lengths, dtype=np.int32)):
+                stream.write(part)
+                hashed.update(part)
+            stream.write(_SEAL + hashed.digest())
+            _sync(stream)
+        _set_same_time(*unfinished)
+        pair[1].unlink(missing_ok=True)
+        for path, whole in zip(unfinished, pair, strict=True):
+            path.replace(whole)
+    finally:
+        for path in unfinished:
+            path.unlink(missing_ok=True)
+
+
+def _check_lengths(lengths: Sequence[int], first: int) -> None:
+    """Raise DataError for a document that the index cannot hold; `first` is the number of the
+    first one."""
+    for number, length in enumerate(lengths, start=first):
+        if length > _LONGEST_SEQUENCE:
+            raise DataError(
+                f"document {number} has {length:,} tokens; the indexed format allows "
+                f"{_LONGEST_SEQUENCE:,}",
+                fix="split it into several files or rows",
+            )
+
+
+def _index_of(dtype: type[np.integer[Any]], lengths: npt.NDArray[np.int32]) -> Iterator[bytes]:
+    """The parts of the index of documents of so many tokens, each one sequence."""
+    sizes, n = lengths.astype(np.int64) * np.dtype(dtype).itemsize, len(lengths)
+    yield _HEADER.pack(_MAGIC, _VERSION, _CODES[dtype], n, n + 1)
+    yield lengths.tobytes()
+    yield (np.cumsum(sizes) - sizes).tobytes()
+    yield np.arange(n + 1, dtype=np.int64).tobytes()
+
+
+def _sync(stream: IO[bytes]) -> None:
     stream.flush()
     os.fsync(stream.fileno())
-    stream.close()
 
 
 def _set_same_time(*files: Path) -> None:

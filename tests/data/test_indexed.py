@@ -1,29 +1,21 @@
 """Megatron's indexed format, against megatron-core's own reader and writer."""
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from toolkit.data.formats.indexed import (
-    IndexedWriter,
-    bin_path,
-    idx_path,
-    read_indexed,
-    token_dtype,
-)
+from toolkit.data.indexed import bin_path, idx_path, read_indexed, token_dtype, write_chunks
 
 DOCUMENTS = [[1, 2, 3], [4], [5, 6, 65535], [7] * 1000]
 
 
 def write(prefix: Path, dtype: type[np.integer] = np.uint16) -> None:
-    with IndexedWriter(prefix, dtype) as writer:
-        for document in DOCUMENTS:
-            writer.append(document[:2])
-            writer.append(document[2:])
-            writer.end_document()
-        writer.commit()
+    first, *others = DOCUMENTS
+    pieces = [(first[:2], []), (first[2:], [3])]
+    write_chunks(prefix, dtype, [*pieces, *((one, [len(one)]) for one in others)])
 
 
 @pytest.mark.slow
@@ -68,7 +60,11 @@ def test_the_type_follows_the_vocabulary() -> None:
     assert [token_dtype(n) for n in (257, 65536, 65537)] == [np.uint16, np.uint16, np.int32]
 
 
-def test_without_commit_nothing_is_left(tmp_path: Path) -> None:
-    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
-        writer.append([1])
+def test_of_an_unfinished_pair_nothing_is_left(tmp_path: Path) -> None:
+    def chunks() -> Iterator[tuple[list[int], list[int]]]:
+        yield [1], [1]
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_chunks(tmp_path / "data", np.uint16, chunks())
     assert list(tmp_path.iterdir()) == []
