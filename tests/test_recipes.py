@@ -177,7 +177,7 @@ def test_dmt_plan_says_that_it_fits_its_cluster(path: Path, dmt: Dmt) -> None:
         least = 0.025  # scores go through memory
     if recipe.adapter is not None:
         least *= 2 / 3  # no products for gradients of frozen weights
-    (plan,) = dmt("plan", path, "--json", "--top", "1").json["plans"]
+    plan = dmt("plan", path, "--json").json["plans"][0]
     assert plan["fits"]
     assert 0.1 * memory < plan["memory_gib"]["total"] <= memory
     assert plan["layout"]["offload_optimizer"] == "none"

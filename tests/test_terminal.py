@@ -12,7 +12,7 @@ import pytest
 import toolkit
 from tests.dmt import Dmt
 from tests.recipe.good import GOOD
-from toolkit.cli.console import Console
+from toolkit.cli.output import Console
 from toolkit.errors import Problem
 from toolkit.run.directory import RunDirectory
 from toolkit.run.rank_log import setup_rank_logging
@@ -25,7 +25,7 @@ QUOTED = json.dumps(EVIL.replace("\udcff", ""))
 
 OWN_WORDS = {"cli/main.py", "text/generated.py"}
 """May print past the boundary: a version, names of our own files."""
-TERMINALS_ONLY = {"cli/console.py", "data/progress.py", "train/marks.py", "run/progress.py"}
+TERMINALS_ONLY = {"cli/output.py", "data/progress.py", "train/marks.py", "run/progress.py"}
 """May use rich's own console: for bars that show nothing but numbers and our words."""
 
 

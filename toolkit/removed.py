@@ -182,12 +182,15 @@ COMMANDS: dict[str, str] = {
     "plan --memory-fraction": "use --set cluster.memory_fraction=FRACTION",
     "plan --check-memory": "use `dmt rehearse RECIPE --gpu`",
     "plan --html": "use `dmt plan RECIPE --explain`",
+    "plan --top": "leave it out: the best layout of every strategy is shown",
     "check --against env": "leave it out: `dmt launch` refuses variables that would hang a run "
     "or change what it computes",
     "doctor --bandwidth": "`dmt doctor --calibrate` measures the links of a machine; between "
     "machines use NVIDIA's nccl-tests",
     "doctor --hostfile": "`deepspeed --hostfile FILE` asks the machines before it starts",
     "doctor --selftest": "use `dmt doctor --gpu-selftest`; on processors `dmt rehearse RECIPE`",
+    "doctor --processes": "leave it out; CUDA_VISIBLE_DEVICES=0,1 measures or tests two GPUs",
+    "rehearse --time-limit": "leave it out: a layout has a minute a step, and at least five",
     "doctor --only": "leave it out; `dmt rehearse RECIPE --on gpu --layouts NAMES` runs less",
     "doctor --jobs": "leave it out: the parts of the self-test run one after the other",
     **dict.fromkeys(

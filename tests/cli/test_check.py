@@ -5,7 +5,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -61,73 +60,26 @@ def test_what_may_not_be_meant_is_a_note(good: Path, dmt: Dmt) -> None:
     assert "optimizer.learning_rate: 30000 is far above what AdamW uses" in note
 
 
-@pytest.fixture
-def zero_config(tmp_path: Path) -> Callable[[str], Path]:
-    """Writes a recipe with a DeepSpeed file of its own that says `text`."""
+def test_mistakes_of_an_own_deepspeed_file(tmp_path: Path, dmt: Dmt) -> None:
+    """With the place in it; every mistake is in tests/engines/test_deepspeed_config.py."""
+    own, recipe = tmp_path / "own.json", tmp_path / "own.yaml"
+    recipe.write_text(GOOD.replace("stage: auto", "stage: auto\n    config: own.json"))
 
-    def write(text: str) -> Path:
-        (tmp_path / "own.json").write_text(text)
-        path = tmp_path / "own.yaml"
-        path.write_text(GOOD.replace("stage: auto", "stage: auto\n    config: own.json"))
-        return path
+    def problem(*more: str) -> tuple[str, str, int]:
+        (found,) = dmt("check", "--json", recipe, *more, code=2).json["recipes"][0]["problems"]
+        return found["key"], found["file"], found["line"]
 
-    return write
-
-
-@pytest.mark.parametrize(
-    ("text", "key", "line", "fix"),
-    [
-        ('{"zero_optimization":\n{"stage": 2}}', "", 0, ""),
-        ('{\n"gradient_cliping": 1}', "gradient_cliping", 2, "`gradient_clipping`"),
-        ('{\n\n"train_batch_size": 9}', "train_batch_size", 3, "training.global_batch_size"),
-        ('{"zero_optimization":\n{"stage": 7}}', "zero_optimization.stage", 2, ""),
-        ('{"steps_per_print":\n', "DeepSpeed config", 2, ""),
-    ],
-)
-def test_mistakes_of_an_own_deepspeed_file(
-    zero_config: Callable[[str], Path], dmt: Dmt, text: str, key: str, line: int, fix: str
-) -> None:
-    recipe = zero_config(text)
-    (verdict,) = dmt("check", "--json", recipe, code=2 if key else 0).json["recipes"]
-    if not key:
-        assert verdict["ok"]
-        return
-    (problem,) = verdict["problems"]
-    assert problem["file"] == str(recipe.with_name("own.json"))
-    assert (problem["key"], problem["line"]) == (key, line)
-    assert fix in problem["fix"]
-
-
-def test_stage_of_an_own_file_must_be_legal(
-    zero_config: Callable[[str], Path], dmt: Dmt
-) -> None:
-    recipe = zero_config('{"zero_optimization": {"stage": 2}}')
-    offload = ["--set", "parallel.zero.offload_parameters=cpu"]
-    (problem,) = dmt("check", "--json", recipe, *offload, code=2).json["recipes"][0]["problems"]
-    assert (problem["key"], problem["file"]) == ("parallel.zero.offload_parameters", "--set")
-    assert problem["found"] == "cpu with stage: 2"
-
-
-@pytest.mark.parametrize(
-    ("config", "fix"),
-    [
-        ("absent.json", "name a DeepSpeed JSON file"),
-        (".", "name a DeepSpeed JSON file"),
-        ("zero2_ofload", "did you mean `zero2_offload`?"),
-    ],
-)
-def test_own_file_that_is_not_there(
-    tmp_path: Path, good: Path, dmt: Dmt, config: str, fix: str
-) -> None:
-    text = GOOD.replace("stage: auto", f"stage: auto\n    config: {config}")
-    wrong = tmp_path / "wrong.yaml"
-    wrong.write_text(text)
-    (verdict, other) = dmt("check", "--json", wrong, good, code=2).json["recipes"]
-    (problem,) = verdict["problems"]
-    assert other["ok"]
-    assert fix in problem["fix"]
-    assert (problem["key"], problem["file"]) == ("parallel.zero.config", str(wrong))
-    assert f"config: {config}" in text.splitlines()[problem["line"] - 1]
+    key, file, line = problem()
+    assert (key, file) == ("parallel.zero.config", str(recipe))
+    assert "config: own.json" in recipe.read_text().splitlines()[line - 1]
+    own.write_text('{\n\n"train_batch_size": 9}')
+    assert problem() == ("train_batch_size", str(own), 3)
+    own.write_text('{"steps_per_print":\n')
+    assert problem() == ("DeepSpeed config", str(own), 2)
+    own.write_text('{"zero_optimization":\n{"stage": 2}}')
+    assert dmt("check", "--json", recipe).json["recipes"][0]["ok"]
+    offload = "parallel.zero.offload_parameters"
+    assert problem("--set", f"{offload}=cpu")[:2] == (offload, "--set")
 
 
 def without_config(tmp_path: Path, hub: str) -> Path:

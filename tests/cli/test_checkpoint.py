@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.conftest import single_rank  # noqa: F401 - a fixture
 from tests.checkpoint.making import saved_run
-from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.resume import find_newest
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.shards import whole_block
@@ -201,33 +199,3 @@ def test_a_linked_folder_inside_a_checkpoint_is_refused(
     (folder.with_name("step-00000005")).rename(tmp_path / "five")
     (run / "five").symlink_to(tmp_path / "five")
     assert dmt(capsys, "verify", run / "five")[0] == 0
-
-
-def test_control_characters_do_not_reach_the_terminal(
-    run: Path, tmp_path: Path, capsys: Captured
-) -> None:
-    """Of a manifest, which is signed by nobody, and of a hub folder's config."""
-    folder = run / "checkpoints" / "step-00000010"
-    manifest, evil = Manifest.read(folder), "\x1b[2J\x1b]0;owned\x07\u202e"
-    files = manifest.files | {f"state-{evil}.safetensors": manifest.files["hf/config.json"]}
-    replace(
-        manifest,
-        engine=evil,
-        files=files,
-        recipe=manifest.recipe | {"name": evil},
-        versions={"dmt": evil, "packages": {"torch": evil}},
-    ).write(folder)
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    (hub / "config.json").write_text(json.dumps({"model_type": evil, evil: evil}))
-    recipe = run.parent / "recipe.yaml"
-    printed = [
-        dmt(capsys, *words)
-        for words in (["verify", folder], ["list", run], ["export", folder, tmp_path / "out"])
-    ]
-    on_hub = ["--set", "model.config=null", "--set", f"model.hub={hub}"]
-    code = main(["plan", str(recipe), *on_hub])
-    printed.append((code, *capsys.readouterr()))
-    for code, out, err in printed:
-        assert "owned" in out + err or code == 0
-        assert not {"\x1b", "\x07", "\u202e"} & set(out + err), (out, err)

@@ -28,8 +28,7 @@ def test_what_is_missing_is_one_error(
     captured = dmt(*words.split(), code=EXIT_UNAVAILABLE)
     assert captured.out == "" and not [*tmp_path.iterdir()]
     first, fix = captured.err.splitlines()
-    what = words.partition(" run")[0]
-    assert first == f"dmt: dmt {what}: this installation of DMT has no toolkit/extras"
+    assert first.startswith("dmt: this installation of DMT has no toolkit/extras")
     assert fix.startswith("  fix: install all of it: pip install ")
 
 

@@ -7,10 +7,10 @@ import pytest
 import typer
 from rich.text import Text
 
-from toolkit.cli.output import Hanging, Table, output, show
+from toolkit.cli.output import Table, output, show
 
 WORDS = "one two three four five six seven eight nine ten eleven twelve"
-LINES = [f"  {WORDS}", Text(f"as it is {WORDS}", no_wrap=True), Hanging(Text("name  "), WORDS)]
+LINES = [f"  {WORDS}", Text.assemble("name  ", WORDS), f"a much longer label  {WORDS}"]
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,7 @@ class Row:
 
 def test_lines_stay_whole_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     show(LINES)
-    whole = f"  {WORDS}\nas it is {WORDS}\nname  {WORDS}\n"
-    assert capsys.readouterr().out == whole
+    assert capsys.readouterr().out == "".join(f"{line}\n" for line in LINES)
 
 
 def test_lines_hang_on_a_terminal(
@@ -32,11 +31,13 @@ def test_lines_hang_on_a_terminal(
     monkeypatch.setenv("COLUMNS", "40")
     show(LINES)
     assert capsys.readouterr().out.splitlines() == [
-        "  one two three four five six ",
-        "      seven eight nine ten eleven twelve",
-        f"as it is {WORDS}",
+        "  one two three four five six seven",
+        "      eight nine ten eleven twelve",
         "name  one two three four five six seven",
         "      eight nine ten eleven twelve",
+        "a much longer label  one two three",
+        "      four five six seven eight nine ten",
+        "      eleven twelve",
     ]
     show(LINES, wrap=False)
     assert f"  {WORDS}\n" in capsys.readouterr().out
@@ -46,7 +47,7 @@ def test_a_secret_is_masked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_API_KEY", "canary-7d1f2c9b")
-    show(["a canary-7d1f2c9b", Hanging(Text("name "), "canary-7d1f2c9b")])
+    show(["a canary-7d1f2c9b", Text.assemble(("name ", "red"), "canary-7d1f2c9b")])
     assert capsys.readouterr().out == "a ***\nname ***\n"
 
 

@@ -112,7 +112,7 @@ def test_command_prints_json_alone(
     """The verb around a measurement (which the next test makes for real)."""
     monkeypatch.setattr(calibration, "calibrate", lambda _: SPEEDS)
     file = tmp_path / "mine.yaml"
-    arguments = ["--calibrate", "--processes", "1", "--out", str(file), "--json"]
+    arguments = ["--calibrate", "--out", str(file), "--json"]
     assert main(["doctor", *arguments]) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)

@@ -16,9 +16,8 @@ import typer
 from rich.text import Text
 
 from toolkit.backend import adopt_engine_config
-from toolkit.cli.console import Console, problem_list
 from toolkit.cli.options import AsJson, Overrides
-from toolkit.cli.output import Line, output
+from toolkit.cli.output import Console, Line, output, problem_list
 from toolkit.data.local import local_problems
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, PlanError, Problem, RecipeError
 from toolkit.foreign.carry import left_lines

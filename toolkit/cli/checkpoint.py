@@ -8,7 +8,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from rich.text import Text
 
 from toolkit.checkpoint.checkpoints import (
     CheckpointFolder,
@@ -17,12 +16,12 @@ from toolkit.checkpoint.checkpoints import (
     locate,
     store_of,
 )
-from toolkit.cli.bars import byte_progress
-from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, RunDir
-from toolkit.cli.output import Hanging, Line, Table, output
+from toolkit.cli.output import Line, Table, output
+from toolkit.cli.progress import progress
 from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError
 from toolkit.plan.dimensions import degrees_text
+from toolkit.registry import load
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
 
@@ -33,7 +32,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
-    context_settings={"help_option_names": ["-h", "--help"]},
     help="List, verify, export and import checkpoints.\n\n"
     "CKPT is a step-… folder; for a run directory or its checkpoints folder, the newest "
     "finished checkpoint is meant.\n\n"
@@ -45,6 +43,9 @@ Checkpoint = Annotated[
     typer.Argument(metavar="CKPT", help="A checkpoint, or a run for its newest checkpoint."),
 ]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, new.")]
+_IMPORT = "toolkit.extras.imports.command:import_checkpoint"
+_MEGATRON = "toolkit.extras.imports.megatron:write_megatron"
+"""An installation may leave out the extras: main.py says so."""
 _COLOURS = {"finished": "green", "damaged": "red", "unfinished": "yellow"}
 
 
@@ -76,7 +77,7 @@ def _list_lines(found: Sequence[ListEntry]) -> Iterator[Line]:
     for row, line in zip(found, lines, strict=True):
         yield line
         if row.problem:
-            yield Hanging(Text("    "), row.problem)
+            yield f"    {row.problem}"
 
 
 def _listed(one: ListEntry) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     from toolkit.checkpoint.verify import verify as check
 
     found = _find(checkpoint)
-    with byte_progress("verify", found.manifest.nbytes) as tick:
+    with progress("verify", found.manifest.nbytes, in_bytes=True) as tick:
         verified = check(found.folder, tick)
     data = {"folder": str(found.folder), "ok": not verified.problems, **asdict(verified)}
     code = EXIT_USER_ERROR if verified.problems else EXIT_DONE
@@ -193,7 +194,7 @@ def export(
 
     megatron = to != "huggingface"
     if megatron and (checkpoint / "config.json").is_file():
-        option("checkpoint export --to megatron")(checkpoint, dst)
+        load(_MEGATRON)(checkpoint, dst)
         output(as_json, {"folder": str(dst), "from": str(checkpoint)}, [f"wrote {dst}"])
         return
     found = _find(checkpoint)
@@ -204,9 +205,9 @@ def export(
     check_destination(found.folder, dst, nbytes)
     if not no_verify:
         tell("verifying the checkpoint first (--no-verify leaves that out)")
-        with byte_progress("verify", manifest.nbytes) as tick:
+        with progress("verify", manifest.nbytes, in_bytes=True) as tick:
             require_whole(found.folder, tick)
-    with byte_progress("export", nbytes) as tick:
+    with progress("export", nbytes, in_bytes=True) as tick:
         if megatron:
             _to_megatron(found.folder, dst, tick, merged)
         else:
@@ -230,7 +231,7 @@ def _to_megatron(folder: Path, dst: Path, tick: Callable[[int], None], merged: b
     with TemporaryDirectory(dir=parent, prefix=".export-") as temporary:
         whole = Path(temporary) / "hf"
         export_folder(folder, whole, tick, merged=merged)
-        option("checkpoint export --to megatron")(whole, dst)
+        load(_MEGATRON)(whole, dst)
 
 
 @app.command("import")
@@ -259,8 +260,7 @@ def import_(
 
     Example: `dmt checkpoint import RECIPE output/global_step500_universal`
     """
-    run = option("checkpoint import")
-    run(recipe, source, overrides, run_dir, cluster, to, as_json)
+    load(_IMPORT)(recipe, source, overrides, run_dir, cluster, to, as_json)
 
 
 def _find(path: Path) -> CheckpointFolder:

@@ -16,17 +16,23 @@ if TYPE_CHECKING:
     from toolkit.data.packing import StreamSamples
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Prepare training data, and show it."
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Prepare training data, and show it.",
 )
 
 
-@app.command(epilog="Example: dmt data prepare llama-bytes")
+@app.command()
 def prepare(
     recipe: RecipePath,
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     as_json: AsJson = False,
 ) -> None:
-    """Tokenise the recipe's data into the cache, and print its size."""
+    """Tokenise the recipe's data into the cache, and print its size.
+
+    Example: `dmt data prepare llama-bytes`
+    """
     from toolkit.data.files import cache_folder
 
     loaded = load_recipe(recipe, overrides)
@@ -98,7 +104,7 @@ def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[dict[str, Any]]"
         }
 
 
-@app.command(epilog="Example: dmt data show llama-bytes --samples 1")
+@app.command()
 def show(
     recipe: RecipePath,
     samples: Annotated[int, typer.Option(min=0, help="Samples to print.")] = 3,
@@ -106,7 +112,10 @@ def show(
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
     as_json: AsJson = False,
 ) -> None:
-    """Print training samples with their trained tokens, and the lengths of samples."""
+    """Print training samples with their trained tokens, and the lengths of samples.
+
+    Example: `dmt data show llama-bytes --samples 1`
+    """
     from toolkit.cli.data_show import previews
     from toolkit.data.preview import preview
 

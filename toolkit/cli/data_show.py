@@ -5,8 +5,7 @@ from collections.abc import Iterator, Mapping
 from rich.rule import Rule
 from rich.text import Text
 
-from toolkit.cli.console import Console
-from toolkit.cli.output import Line
+from toolkit.cli.output import Console, Line
 from toolkit.data.preview import Preview, ShownDocument
 
 _BAR_WIDTH = 40

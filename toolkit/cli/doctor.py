@@ -10,17 +10,11 @@ import typer
 from rich.text import Text
 
 from toolkit.cli.options import AsJson, Overrides, refuse_useless
-from toolkit.cli.output import Hanging, Line, output
+from toolkit.cli.output import Line, output
 from toolkit.doctor.finding import LEVELS, Finding, Level
 from toolkit.errors import EXIT_UNAVAILABLE
 from toolkit.text.generated import check_out
 
-ProcessesOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Processes that measure together; default: one per GPU, or 2 on a CPU."
-    ),
-]
 CalibrateOption = Annotated[
     bool,
     typer.Option(
@@ -58,7 +52,6 @@ def doctor(
     calibrate: CalibrateOption = False,
     out: OutOption = None,
     gpu_selftest: GpuSelfTestOption = False,
-    processes: ProcessesOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine, measure its speed, or test its GPUs.
@@ -75,13 +68,12 @@ def doctor(
             "--set": (overrides, recipe is not None, "with RECIPE"),
             "--gpu-selftest": (gpu_selftest, not calibrate, "without --calibrate"),
             "--out": (out, not checks, measures),
-            "--processes": (processes, not checks, measures),
         }
     )
     if gpu_selftest:
-        _self_test(out, processes, as_json)
+        _self_test(out, as_json)
     elif calibrate:
-        _calibrate(processes, out or Path("cluster.yaml"), as_json)
+        _calibrate(out or Path("cluster.yaml"), as_json)
     else:
         _check(recipe, overrides, as_json)
 
@@ -99,10 +91,10 @@ def _check(recipe: Path | None, overrides: list[str], as_json: bool) -> None:
         raise typer.Exit(EXIT_UNAVAILABLE)
 
 
-def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
+def _calibrate(out: Path, as_json: bool) -> None:
     from toolkit.doctor import calibrate as calibration
 
-    machine = calibration.this_machine(processes)
+    machine = calibration.this_machine(None)
     calibration.check_known(machine)
     check_out(out, calibration.HEADER)
     speeds = calibration.calibrate(machine)
@@ -111,13 +103,13 @@ def _calibrate(processes: int | None, out: Path, as_json: bool) -> None:
     output(as_json, data, [f"wrote {out}; use it with --cluster {out}"], wrap=False)
 
 
-def _self_test(out: Path | None, processes: int | None, as_json: bool) -> None:
+def _self_test(out: Path | None, as_json: bool) -> None:
     from toolkit.cli.selftest import run_self_test
     from toolkit.doctor.selftest import LIMIT_S, machine_suites
     from toolkit.rehearse.rehearsal import Options
 
     options = Options(limit_s=LIMIT_S)
-    run_self_test(machine_suites, processes, out, options, as_json=as_json)
+    run_self_test(machine_suites, None, out, options, as_json=as_json)
 
 
 _MARKS: dict[Level, tuple[str, str]] = {
@@ -141,19 +133,19 @@ def _findings(findings: Iterable[Finding], shown: list[Finding]) -> Iterator[Lin
         shown += [*fine, *others]
         if fine:
             text = ", ".join(f"{one.name} {one.found}" for one in fine)
-            yield Hanging(_head("ok", group), text)
+            yield _line("ok", group, text)
         for finding in others:
-            yield Hanging(_head(finding.level, finding.name), finding.found)
+            yield _line(finding.level, finding.name, finding.found)
             about = {"costs": finding.cost, "needed by": finding.needed_by, "fix": finding.fix}
             for word, value in about.items():
                 if value:
-                    yield Hanging(Text(" " * 4), f"{word}: {value}")
+                    yield f"    {word}: {value}"
     yield _total(shown)
 
 
-def _head(level: Level, name: str) -> Text:
+def _line(level: Level, name: str, found: str) -> Text:
     mark, colour = _MARKS[level]
-    return Text.assemble((mark, colour), f" {name:<{_NAME_WIDTH}}  ")
+    return Text.assemble((mark, colour), f" {name:<{_NAME_WIDTH}}  {found}")
 
 
 def _total(findings: Sequence[Finding]) -> str:

@@ -14,6 +14,7 @@ from typer.main import get_command
 from toolkit import __version__
 from toolkit.errors import (
     EXIT_DONE,
+    EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
     BackendUnavailable,
     DmtError,
@@ -73,14 +74,13 @@ class _LazyVerb(TyperCommand):
         return self._load().make_context(*args, **kwargs)
 
     def _load(self) -> Any:
-        from toolkit.cli.extras import carried_out
+        from toolkit.registry import load
 
-        name = str(self.name)
-        target = carried_out(name, self._verb.target or f"toolkit.cli.{name}:{name}")
-        if isinstance(target, typer.Typer):
-            return get_command(target)
-        app = _app()
-        app.command(name)(target)
+        loaded = load(self._verb.target or f"toolkit.cli.{self.name}:{self.name}")
+        if isinstance(loaded, typer.Typer):
+            return get_command(loaded)
+        app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+        app.command(self.name)(loaded)
         return get_command(app)
 
 
@@ -90,17 +90,13 @@ class _Verbs(TyperGroup):
         self.commands.update({name: _LazyVerb(name, verb) for name, verb in VERBS.items()})
 
 
-def _app(*, completion: bool = False, **settings: Any) -> typer.Typer:
-    return typer.Typer(
-        add_completion=completion,
-        pretty_exceptions_enable=False,
-        rich_markup_mode="markdown",
-        context_settings={"help_option_names": ["-h", "--help"]},
-        **settings,
-    )
-
-
-app = _app(completion=True, cls=_Verbs, no_args_is_help=True)
+app = typer.Typer(
+    cls=_Verbs,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 
 
 def _print_version(wanted: bool) -> None:
@@ -148,13 +144,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else EXIT_DONE
     except RecipeError as error:
-        from toolkit.cli.console import Console, problem_list  # rich, which good news need not
+        from toolkit.cli.output import Console, problem_list  # rich, which good news need not
 
         Console(stderr=True).print(problem_list("dmt", error.problems), soft_wrap=True)
         return error.exit_code
     except DmtError as error:
         tell(f"dmt: {error}")
         return error.exit_code
+    except ModuleNotFoundError as error:
+        if not str(error.name).startswith("toolkit.extras"):
+            raise
+        from toolkit.system.install import source
+
+        tell(
+            "dmt: this installation of DMT has no toolkit/extras, which this command needs\n"
+            f"  fix: install all of it: pip install {source()}"
+        )
+        return EXIT_UNAVAILABLE
     except OSError as error:
         # The user's paths: too long, a loop of links, not permitted. Others are ours.
         if error.filename is None or error.strerror is None:

@@ -44,12 +44,6 @@ ClusterOption = Annotated[
         "cluster file (`dmt doctor --calibrate` writes one for this machine).",
     ),
 ]
-SelfTestReport = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", metavar="FILE", help="Report of the self-test; default: dmt-selftest.md."
-    ),
-]
 
 
 def refuse_useless(stated: Mapping[str, tuple[object, bool, str]]) -> None:

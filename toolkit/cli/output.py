@@ -1,34 +1,63 @@
-"""Print JSON for programs, or lines for people, with rows of anything as a table."""
+"""Print for people, where external text is shown, never interpreted, and JSON for programs."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import typer
+from rich import console
 from rich.rule import Rule
-from rich.table import Table as RichTable
+from rich.segment import Segment
 from rich.text import Text
 
-from toolkit.cli.console import Console
-from toolkit.errors import EXIT_DONE
+from toolkit.errors import EXIT_DONE, Problem
 from toolkit.run.jsonl import plain
 from toolkit.text.redact import redact
+from toolkit.text.terminal import printable
 
 Row = TypeVar("Row")
+Line = str | Text | Rule
 
 _INDENT = 6
 """Least indent of what a terminal has no room for on the first line."""
 
 
-class Hanging(NamedTuple):
-    """A line whose rest, on a terminal, is wrapped under the beginning of `body`."""
+class Console(console.Console):
+    """No markup, no highlighting, and control characters as escapes (`printable`)."""
 
-    prefix: Text
-    body: str
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, highlight=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Before rich drops some of them from the text."""
+        return super().render_str(printable(text, lines=True), **settings)
+
+    def render(self, *args: Any, **settings: Any) -> Iterator[Segment]:
+        """Every text on its way out; rich's own control codes are marked as such."""
+        for segment in super().render(*args, **settings):
+            text, style, control = segment
+            yield segment if control else Segment(printable(text, lines=True), style)
 
 
-Line = str | Text | Hanging | RichTable | Rule
+def problem_list(title: str, problems: Sequence[Problem]) -> Text:
+    """Mistakes in a recipe, a block each: where, what was found, what is allowed, the fix.
+
+    Lines are not wrapped, so that a terminal finds `file:line`.
+    """
+    count = len(problems)
+    text = Text.assemble(("✗ ", "red"), (printable(title), "bold"))
+    text.append(f"  {count} problem{'s' * (count > 1)}", "red")
+    for problem in problems:
+        where = f"{problem.file}:{problem.line}" if problem.line else problem.file
+        text.append(f"\n  {where}{'  ' * bool(where)}", "cyan")
+        text.append(problem.key, "bold")
+        text.append(f"\n      found    {problem.found}")
+        text.append(f"\n      allowed  {problem.allowed}")
+        if problem.fix:
+            text.append("\n      fix      ")
+            text.append(problem.fix, "green")
+    return text
 
 
 def output(
@@ -53,34 +82,34 @@ def output(
         raise typer.Exit(exit_code)
 
 
-def show(lines: Iterable[Line], console: Console | None = None, *, wrap: bool = True) -> None:
-    """Print lines, secrets in plain ones masked. For a terminal they are wrapped with a hanging
-    indent, unless it shall find `file:line`, or a line to copy, in them; in a file never."""
-    console = console or Console()
+def show(lines: Iterable[Line], *, wrap: bool = True) -> None:
+    """Print lines, secrets masked. On a terminal they are wrapped with a hanging indent, unless
+    it shall find `file:line`, or a line to copy, in them. In a file they never are."""
+    console = Console()
     room = console.width if wrap and console.is_terminal else None
     for line in lines:
-        if isinstance(line, RichTable | Rule):
+        if isinstance(line, Rule):
             console.print(line)
-        elif isinstance(line, Hanging):
-            for text in _hanging(line, console):
-                console.print(text, soft_wrap=True)
-        else:
-            text = Text(redact(line)) if isinstance(line, str) else line
-            if room is not None and not text.no_wrap and text.cell_len >= room:
-                indent = Text(" " * max(_INDENT, len(text.plain) - len(text.plain.lstrip())))
-                first, *others = text.wrap(console, room - len(indent))
-                text = Text("\n").join([first, *(indent + other for other in others)])
-            console.print(text, soft_wrap=True)
+            continue
+        text = line if isinstance(line, Text) else Text(line)
+        if (masked := redact(text.plain)) != text.plain:
+            text = Text(masked)
+        if room is not None and text.cell_len >= room:
+            text = _hanging(text, console)
+        console.print(text, soft_wrap=True)
 
 
-def _hanging(line: Hanging, console: Console) -> Iterator[Text]:
-    width = line.prefix.cell_len
-    bodies = [Text(redact(line.body))]
-    if console.is_terminal:
-        bodies = [*bodies[0].wrap(console, max(console.width - width, 20))]
-    for index, body in enumerate(bodies):
-        body.rstrip()
-        yield Text.assemble(" " * width if index else line.prefix, body)
+def _hanging(text: Text, console: Console) -> Text:
+    """A line in the terminal's width: what has no room stands below the last column, or the
+    label, that ends in its first half at two spaces."""
+    label = "".join(text.plain[: console.width // 2].rpartition("  ")[:2])
+    head, body = text.divide([len(label)])
+    indent = max(len(label), _INDENT)
+    first, *others = body.wrap(console, console.width - indent)
+    lines = [head + first, *(Text(" " * indent) + other for other in others)]
+    for one in lines:
+        one.rstrip()
+    return Text("\n").join(lines)
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,14 +11,13 @@ import typer
 from rich.text import Text
 
 from toolkit.cli import plan_tables
-from toolkit.cli.bars import memory_lines, side_by_side, time_lines
 from toolkit.cli.options import AsJson, Overrides
 from toolkit.cli.output import output
 from toolkit.errors import EXIT_USER_ERROR, PlanError
 from toolkit.intake.load import load_recipe
-from toolkit.plan.alternatives import over, what_if
+from toolkit.plan.alternatives import other_engines, over, what_if
 from toolkit.plan.dimensions import batch_text, layout_text, recompute_text
-from toolkit.plan.estimate import Estimate, derivations, machine_output
+from toolkit.plan.estimate import Estimate, Room, derivations, machine_output, memory_parts
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.ledger import Kind, LedgerEntry
@@ -26,9 +25,14 @@ from toolkit.plan.planned import Planned, plan_recipe
 from toolkit.plan.reasons import why
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
-from toolkit.text.units import human, seconds
+from toolkit.text.units import GIB, MIB_PER_GIB, human, seconds, size
 
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow"}
+_ROOM: dict[Room, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+_SHOWN = 8
+"""Strategies in the table."""
+_SMALL = 0.01
+"""Parts below this share of the whole are one."""
 
 Clusters = Annotated[
     list[str],
@@ -52,7 +56,6 @@ def plan(
     ],
     overrides: Overrides = [],  # noqa: B006 - typer's way to say "may be repeated"
     clusters: Clusters = [],  # noqa: B006
-    top: Annotated[int, typer.Option(min=1, metavar="N", help="Strategies to show.")] = 5,
     explain: Annotated[
         bool,
         typer.Option("--explain", help="Show every reason, what if, and each formula."),
@@ -74,12 +77,12 @@ def plan(
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
     if len(planned) > 1:
-        every = [_machine_output(one, top, explain) for one in planned] if as_json else []
+        every = [_machine_output(one, explain) for one in planned] if as_json else []
         output(as_json, {"comparison": every}, plan_tables.comparison(planned))
         return
     (one,) = planned
-    data = _machine_output(one, top, explain) if as_json else None
-    output(as_json, data, _lines(one, top, explain))
+    data = _machine_output(one, explain) if as_json else None
+    output(as_json, data, _lines(one, explain))
     if not one.search.fits:
         raise typer.Exit(EXIT_USER_ERROR)
 
@@ -107,10 +110,10 @@ def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> P
 # For programs
 
 
-def _machine_output(planned: Planned, top: int, explain: bool) -> dict[str, Any]:
+def _machine_output(planned: Planned, explain: bool) -> dict[str, Any]:
     """What `--json` prints for one recipe on one cluster."""
     found, plan, run = planned.search, planned.plan, planned.run
-    plans = [_entry(one) for one in found.shortlist(top)]
+    plans = [_entry(one) for one in found.shortlist(_SHOWN)]
     plans[0] |= {
         "parameters": plan.parameters,
         "trainable_parameters": plan.trainable_parameters,
@@ -153,7 +156,7 @@ def _entry(one: Estimate) -> dict[str, Any]:
 # For people
 
 
-def _lines(planned: Planned, top: int, explain: bool) -> Iterator[str | Text]:
+def _lines(planned: Planned, explain: bool) -> Iterator[str | Text]:
     """The chosen layout, its memory and time, the best strategies, and why."""
     plan, found = planned.plan, planned.search
     if not found.fits:
@@ -161,11 +164,15 @@ def _lines(planned: Planned, top: int, explain: bool) -> Iterator[str | Text]:
         return
     yield from _facts(planned)
     yield ""
-    yield from side_by_side(memory_lines(found.best), time_lines(found.best))
-    yield ""
-    shown = found.shortlist(top)
-    table = plan_tables.strategies(found, shown)
-    yield from table.lines(shown, lambda one: "bold" if one is shown[0] else "", indent="  ")
+    best, *others = found.shortlist(_SHOWN)
+    engines = dict.fromkeys(one.pair.engine for one in (best, *others))
+    unasked = [one.best for one in other_engines(found, engines)]
+    others = sorted([*others, *unasked], key=lambda one: (not one.fits, one.step_s))
+    yield from plan_tables.strategies(best, [best, *others])
+    if unasked:
+        yield Text(
+            f"  auto takes {' or '.join(engines)}; parallel.engine asks for others", "dim"
+        )
     yield ""
     entries = ledger_of(planned.recipe, plan)
     if explain:
@@ -186,7 +193,7 @@ def _labelled(label: str, value: str) -> Text:
 def _facts(planned: Planned) -> Iterator[Text]:
     """The model and where it trains; how, how fast, and how long."""
     recipe, plan, layout = planned.recipe, planned.plan, planned.plan.layout
-    time, cluster = planned.search.best.time, planned.cluster
+    found, cluster = planned.search.best, planned.cluster
     limited = cluster.gpu.memory_gib is not None
     trained = plan.parameters - plan.frozen_parameters
     of_them = f", {human(trained)} of them trained" if plan.frozen_parameters else ""
@@ -204,14 +211,52 @@ def _facts(planned: Planned) -> Iterator[Text]:
     yield _fact("layout", degrees)
     yield _fact("batch", batch_text(layout))
     yield _fact("kernels", ", ".join([*ways, *kernels]))
-    speed = f"{time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
-    yield _fact("step", f"{seconds(time.total_s)}{nominal}: {speed}{utilization}")
+    speed = f"{found.time.tokens_per_s_per_gpu:,.0f} tokens/s per {per}"
+    yield from _memory(found)
+    yield _fact("step", f"{seconds(found.time.total_s)}{nominal}: {speed}{utilization}")
+    yield _time(found)
     if (run := planned.run) is not None:
         yield _fact("run", str(run))
 
 
 def _fact(label: str, value: str) -> Text:
     return Text.assemble((f"  {label:<9}", "dim"), value)
+
+
+def _memory(found: Estimate) -> Iterator[Text]:
+    """The memory of a device by part, and whether it fits; that of a node and its disk."""
+    needed, total, capacity = found.memory_gib, found.memory.total / GIB, found.capacity_gib
+    stage = f", pipeline stage {found.memory.stage}" if found.layout.pp > 1 else ""
+    line = _fact("memory", f"{size(total)} per process")
+    if capacity is not None:
+        verdict = f"{1 - needed / capacity:.0%} free" if found.fits else found.room
+        line = _fact("memory", f"{needed:.1f} of {capacity:.4g} GiB, ")
+        line.append(verdict, _ROOM[found.room])
+    unit = 1.0 if capacity or total >= 1 else 1 / MIB_PER_GIB
+    yield line.append(f"{stage}: {_parts(memory_parts(found.memory), unit)}")
+    if needed > total * 1.001:
+        yield _fact("", f"{needed:.1f} GiB while the model is built")
+    for place, taken in (("host", found.host_gib), ("NVMe", found.nvme_gib)):
+        if taken:
+            yield _fact(place, f"{taken:,.0f} GiB of each node")
+
+
+def _time(found: Estimate) -> Text:
+    """A step by part."""
+    name, unit = ("s", 1.0) if found.time.total_s >= 1 else ("ms", 1e-3)
+    return _fact("time", f"in {name}: {_parts(found.time.parts, unit)}")
+
+
+def _parts(parts: Mapping[str, float], unit: float) -> str:
+    """Parts of a whole in a unit, the small ones as their sum."""
+    large = {part: one for part, one in parts.items() if one >= _SMALL * sum(parts.values())}
+    large["other"] = sum(parts.values()) - sum(large.values())
+    shown = (
+        f"{part.replace('_', ' ').replace(':', ' for')} {one / unit:,.2f}"
+        for part, one in large.items()
+        if one > 0
+    )
+    return ", ".join(shown)
 
 
 def _shortfall(planned: Planned) -> Iterator[Text]:
@@ -228,7 +273,7 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
     yield Text("  a cluster file (--cluster FILE) states another size", "dim")
     yield Text("")
     if found.nearest.memory_gib > (found.nearest.capacity_gib or math.inf):
-        yield from memory_lines(found.nearest)
+        yield from _memory(found.nearest)
         yield Text("")
     if not planned.plan.remedies:
         yield Text("  no single change, and no larger cluster, makes it fit")

@@ -11,30 +11,32 @@ from toolkit.cli.output import Table
 from toolkit.layout import Layout
 from toolkit.plan.alternatives import Alternative, what_if
 from toolkit.plan.dimensions import DEGREES, degrees, degrees_text
-from toolkit.plan.estimate import Estimate
+from toolkit.plan.estimate import Estimate, Room
 from toolkit.plan.planned import Planned
 from toolkit.plan.search import Search
 from toolkit.text.units import GIB, MIB_PER_GIB, seconds, size
 
 MIB = GIB // MIB_PER_GIB
 Value = TypeVar("Value")
+_ROOM: dict[Room, str] = {"fits": "", "tight": " tight", "does not fit": " too much"}
 
 
-def strategies(found: Search, shown: Sequence[Estimate]) -> Table[Estimate]:
-    """A row per layout, 80 columns wide at most."""
+def strategies(best: Estimate, shown: Sequence[Estimate]) -> Iterator[Text]:
+    """The header, and a line per layout, 80 columns wide at most; `best` is the chosen one."""
     used = {field for one in shown for field in degrees(one.layout)}
     columned = [one.field for one in DEGREES if one.field in {"tp", "pp", *used}]
     columns: dict[str, Callable[[Estimate], str]] = {
-        "engine/model": lambda one: "/".join(one.pair),
+        "engine": lambda one: degrees_text(*one.pair, one.layout).partition(" ")[0],
         **{name: partial(_degree, name) for name in ("dp", *columned)},
         "zero": lambda one: f"{one.layout.zero_stage}{_offloaded(one.layout)}",
         "recompute": lambda one: str(one.layout.recompute),
         "micro": lambda one: str(one.layout.micro_batch),
-        "GiB": lambda one: f"{_gib(one.memory_gib)}{_tight(one)}",
-        "step": lambda one: seconds(one.step_s),
-        "slower": lambda one: "" if one is found.best else _slower(one, found.best),
+        "GiB": _memory,
+        "step": lambda one: seconds(one.step_s) if one.fits else "-",
+        "slower": lambda one: _slower(one, best),
     }
-    return Table(columns, gap=" ")
+    table = Table(columns, gap=" ")
+    return table.lines(shown, lambda one: "bold" if one is best else "", indent="  ")
 
 
 def _degree(name: str, candidate: Estimate) -> str:
@@ -45,7 +47,13 @@ def _gib(memory_gib: float) -> str:
     return f"{memory_gib:.1f}" if memory_gib >= 1 else f"{memory_gib:.2g}"
 
 
+def _memory(one: Estimate) -> str:
+    return f"{_gib(one.memory_gib)}{_ROOM[one.room]}"
+
+
 def _slower(one: Estimate, than: Estimate) -> str:
+    if one is than or not (one.fits and than.fits):
+        return ""
     share = round(one.step_s / than.step_s - 1, 3)
     return f"{share:+.1%}" if share else "same"
 
@@ -58,38 +66,34 @@ def alternatives(found: Search) -> Iterator[Text]:
             "the plan": lambda one: one.best.room,
             "GiB": lambda one: _gib(one.best.memory_gib),
             "step": lambda one: seconds(one.best.step_s) if one.best.fits else "-",
-            "slower": lambda one: (
-                _slower(one.best, found.best) if found.fits and one.best.fits else "-"
-            ),
+            "slower": lambda one: _slower(one.best, found.best),
         },
         left=2,
     )
     return table.lines([*what_if(found)], indent="  ")
 
 
-def _tight(one: Estimate) -> str:
-    """Marks a layout whose memory leaves no margin."""
-    return " tight" if one.room == "tight" else ""
-
-
 def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
-    """The header, and a line per recipe and cluster; without columns that say nothing."""
+    """The header, and two lines per recipe and cluster, 80 columns wide at most."""
     columns: dict[str, Callable[[Planned], str]] = {
         "recipe": lambda one: one.recipe.name,
         "cluster": lambda one: one.cluster.name,
-        "layout": lambda one: degrees_text(one.plan.engine, one.plan.model, one.plan.layout),
-        "GiB": _needed,
+        "GiB": lambda one: _memory(one.search.best),
         "step": lambda one: _or_dash(one.plan.step_time_s, seconds),
         "tok/s/GPU": lambda one: _or_dash(one.plan.tokens_per_s_per_gpu, "{:,.0f}".format),
         "MFU": lambda one: _or_dash(one.plan.mfu, "{:.1%}".format),
-        "run": lambda one: _or_dash(one.run, lambda run: run.duration),
-        "cost": lambda one: _or_dash(one.run and one.run.cost, "{:,.0f}".format),
     }
     if same := len({one.recipe.name for one in planned}) == 1:
         del columns["recipe"]
-    if all(columns["cost"](one) == "-" for one in planned):
-        del columns["cost"]
-    return Table(columns, left=3 - same).lines(planned)
+    header, *lines = Table(columns, left=2 - same).lines(planned)
+    yield header
+    for one, line in zip(planned, lines, strict=True):
+        yield line
+        facts = [degrees_text(one.plan.engine, one.plan.model, one.plan.layout)]
+        if one.run is not None:
+            facts.append(one.run.duration)
+            facts += [] if one.run.cost is None else [f"cost {one.run.cost:,.0f}"]
+        yield Text(f"  {', '.join(facts)}", "dim")
 
 
 def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:
@@ -142,12 +146,6 @@ def _amount(name: str, value: float) -> str:
 
 def _or_dash(value: Value | None, text: Callable[[Value], str]) -> str:
     return "-" if value is None else text(value)
-
-
-def _needed(one: Planned) -> str:
-    need = _or_dash(one.plan.memory_gib, _gib)
-    found = one.search
-    return need + (_tight(found.best) if found.fits else " too much")
 
 
 def _offloaded(layout: Layout) -> str:

@@ -1,23 +1,16 @@
 """`dmt rehearse`: checks on this machine that a recipe trains identically in every layout."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.text import Text
 
-from toolkit.cli.bars import count_progress
-from toolkit.cli.console import Console
-from toolkit.cli.options import (
-    AsJson,
-    ClusterOption,
-    Overrides,
-    RecipePath,
-    SelfTestReport,
-    refuse_useless,
-)
-from toolkit.cli.output import Line, Table, output
+from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, refuse_useless
+from toolkit.cli.output import Console, Line, columns, output
+from toolkit.cli.progress import progress
 from toolkit.cli.rehearse_gpu import dress_rehearsal
 from toolkit.cli.selftest import run_self_test
 from toolkit.doctor.selftest import NUMBERS, Suite
@@ -26,6 +19,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
 from toolkit.plan.ledger import summary
 from toolkit.recipe.schema import Recipe
+from toolkit.rehearse.comparison import Comparison, Record
 from toolkit.rehearse.layouts import RehearsedLayout, select
 from toolkit.rehearse.rehearsal import (
     LayoutResult,
@@ -36,11 +30,12 @@ from toolkit.rehearse.rehearsal import (
     run,
 )
 from toolkit.rehearse.shrink import without_noise
-from toolkit.run import jsonl
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 
 _COLOURS = {"exact": "green", "within": "green", "diverged": "bold red", "skipped": "dim"}
+_LEAST_LIMIT_S, _STEP_LIMIT_S = 300.0, 60.0
+"""A layout that takes longer, with all its steps, counts as hung."""
 
 Layouts = Annotated[
     list[str],
@@ -55,16 +50,16 @@ Processes = Annotated[
     int | None,
     typer.Option(min=1, max=64, help="At a time, at most; default: 4, or every GPU."),
 ]
-TimeLimit = Annotated[
-    float | None,
-    typer.Option(min=1, help="Seconds after which a layout counts as hanging; default: 300."),
-]
 OnDevice = Annotated[
     Literal["cpu", "gpu"],
     typer.Option(
         help="gpu: on this machine's GPUs, in fp32 and in bf16; then a run is killed and "
         "resumed, and a report is written."
     ),
+]
+Report = Annotated[
+    Path | None,
+    typer.Option("--out", metavar="FILE", help="Report of --on gpu; default: dmt-selftest.md."),
 ]
 FakeGpus = Annotated[
     bool,
@@ -88,9 +83,8 @@ def rehearse(
     layouts: Layouts = [],  # noqa: B006 - as above
     steps: Steps = None,
     processes: Processes = None,
-    time_limit: TimeLimit = None,
     on: OnDevice = "cpu",
-    out: SelfTestReport = None,
+    out: Report = None,
     gpu: FakeGpus = False,
     ranks: Ranks = None,
     cluster: ClusterOption = None,
@@ -113,7 +107,6 @@ def rehearse(
             "--layouts": (layouts, not gpu, "without --gpu: the recipe's own layout is run"),
             "--steps": (steps, not gpu, "without --gpu, which runs two steps"),
             "--processes": (processes, not gpu, "without --gpu: each rank runs by itself"),
-            "--time-limit": (time_limit, not gpu, "without --gpu"),
             "--out": (out, on == "gpu", "with --on gpu"),
             "--ranks": (ranks, gpu, "with --gpu"),
             "--cluster": (cluster, gpu, "with --gpu"),
@@ -122,7 +115,8 @@ def rehearse(
     if gpu:
         dress_rehearsal(recipe, overrides, ranks, cluster, as_json=as_json)
         return
-    options = Options(steps or 5, processes or 4, time_limit or 300.0)
+    taken = steps or 5
+    options = Options(taken, processes or 4, max(_LEAST_LIMIT_S, _STEP_LIMIT_S * taken))
     patterns = [part.strip() for names in layouts for part in names.split(",")]
     loaded = load_recipe(recipe, overrides)
     if on == "cpu":
@@ -144,8 +138,7 @@ def _in_every_layout(
     if note := rehearsal.layouts[0].note:
         console.print(f"the recipe's own layout: {note}", soft_wrap=True)
     result = _run(rehearsal, chosen, options)
-    data = jsonl.plain(_machine_output(result))
-    output(as_json, data, _lines(result, data), wrap=False)
+    output(as_json, _machine_output(result), _lines(result), wrap=False)
     for one in result.layouts:
         if one.log:
             tell(f"--- the end of {one.candidate.name} ---\n{one.log}")
@@ -183,8 +176,7 @@ def _run(
 ) -> RehearsalResult:
     """Run, with a bar on standard error where that is a terminal."""
     following = iter([*(one.name for one in chosen), "done"])
-    with count_progress(len(chosen) + 1) as update:
-        update(description="reference")
+    with progress("reference", len(chosen) + 1) as update:
         return run(
             rehearsal,
             chosen,
@@ -218,39 +210,34 @@ def _entry(one: LayoutResult) -> dict[str, Any]:
     }
 
 
-_Row = Mapping[str, Any]
-_TABLE = Table[_Row](
-    {
-        "layout": lambda one: one["name"],
-        "ranks": lambda one: str(one["world"]),
-        "loss": lambda one: _last(one["loss"]),
-        "grad norm": lambda one: _last(one["grad_norm"]),
-        "Δ loss": lambda one: _difference(one["max_rel_loss"]),
-        "Δ norm": lambda one: _difference(one["max_rel_grad_norm"]),
-        "verdict": lambda one: one["verdict"],
-    }
-)
+def _row(
+    name: str, ranks: int, record: Record, far: Comparison | None = None, verdict: str = ""
+) -> list[str]:
+    """Numbers of the last step, and the largest relative differences of any."""
+    last = (record.loss[-1:], record.grad_norm[-1:])
+    largest = (far.max_rel_loss, far.max_rel_grad_norm) if far else ()
+    return [
+        name,
+        str(ranks),
+        *("".join(f"{number:.6f}" for number in numbers) for numbers in last),
+        *([f"{difference:.0e}" for difference in largest] or ["", ""]),
+        verdict,
+    ]
 
 
-def _last(numbers: Sequence[Any]) -> str:
-    """The number of the last step, which may be the text of one that is not finite."""
-    return f"{float(numbers[-1]):.6f}" if numbers else ""
-
-
-def _difference(relative: Any) -> str:
-    return "" if relative is None else f"{float(relative):.0e}"
-
-
-def _lines(result: RehearsalResult, data: Mapping[str, Any]) -> Iterator[Line]:
+def _lines(result: RehearsalResult) -> Iterator[Line]:
     """A row per layout, the reference first; then the first divergence of each layout, or why
     it was not run."""
-    nothing = {"max_rel_loss": None, "max_rel_grad_norm": None, "verdict": ""}
-    reference = {"name": "reference", "world": 1, **data["reference"], **nothing}
-    rows = [reference, *data["layouts"]]
-    yield from _TABLE.lines(rows, lambda one: _COLOURS.get(one["verdict"], "dim"))
-    for one in data["layouts"]:
-        if one["why"]:
-            yield Text.assemble((f"{one['name']}  ", _COLOURS[one["verdict"]]), one["why"])
+    rows = [["layout", "ranks", "loss", "grad norm", "Δ loss", "Δ norm", "verdict"]]
+    rows.append(_row("reference", 1, result.reference))
+    for one in result.layouts:
+        tried = one.candidate
+        rows.append(_row(tried.name, tried.processes, one.record, one.comparison, one.verdict))
+    colours = ["dim", "dim", *(_COLOURS[one.verdict] for one in result.layouts)]
+    yield from map(Text, columns(rows), colours)
+    for one in result.layouts:
+        if one.why:
+            yield Text.assemble((f"{one.candidate.name}  ", _COLOURS[one.verdict]), one.why)
     yield Text("\nthe recipe as planned, against one fp32 process", "dim")
     rehearsal = result.rehearsal
     for line in summary(ledger_of(rehearsal.original, rehearsal.plan)):

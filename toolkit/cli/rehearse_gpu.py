@@ -7,8 +7,8 @@ from typing import Any
 
 from rich.text import Text
 
-from toolkit.cli.bars import bars, count_progress
 from toolkit.cli.output import Line, Table, output
+from toolkit.cli.progress import progress
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, Problem, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.dimensions import layout_text
@@ -36,7 +36,7 @@ def dress_rehearsal(
     rehearsal = DressRehearsal.of(planned, _numbers(ranks), where)
     done = []
     scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
-    with count_progress(len(rehearsal.ranks), "ranks") as update, scratch as folder:
+    with progress("ranks", len(rehearsal.ranks)) as update, scratch as folder:
         for one in rehearsal.run(Path(folder)):
             done.append(one)
             update(advance=1)
@@ -120,8 +120,8 @@ def _lines(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> Iterator
     fullest = max(done, key=lambda one: one.peak.nbytes)
     yield Text(f"\nrank {fullest.rank} at its fullest", "bold")
     holders = fullest.peak.holders
-    held = {kind: sum(places.values()) / GIB for kind, places in holders.items()}
-    yield from bars(held, fullest.peak.nbytes / GIB, "GiB")
+    for kind, places in holders.items():
+        yield f"  {size(sum(places.values()) / GIB):>10}  {kind.replace('_', ' ')}"
     yield Text("\nheld by", "dim")
     largest = sorted(
         (nbytes, f"{kind}: {place or 'elsewhere'}")

@@ -1,6 +1,7 @@
-"""`dmt report`: what a run did and where its time went, from its run directory alone."""
+"""`dmt report`: what a run did and where its time went, or what differs between runs, from
+their run directories alone."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -8,17 +9,25 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from toolkit.cli.bars import BAR_WIDTH
-from toolkit.cli.comparison import comparison_lines, comparison_output
-from toolkit.cli.extras import option
 from toolkit.cli.options import AsJson
-from toolkit.cli.output import output
+from toolkit.cli.output import Console, columns, output
 from toolkit.errors import DataError
+from toolkit.registry import load
+from toolkit.report.compare import (
+    difference,
+    median_speed,
+    names_of,
+    settings_that_differ,
+)
 from toolkit.report.goodput import PARTS, Goodput
 from toolkit.report.record import RunRecord, find_runs, read_record
+from toolkit.run.changes import is_stated, shown
 from toolkit.run.comparison import summary_numbers
 from toolkit.text.terminal import tell
-from toolkit.text.units import duration
+from toolkit.text.units import duration, shortened
+
+_BAR_WIDTH = 24
+"""Characters of a full bar."""
 
 
 def report(
@@ -47,17 +56,17 @@ def report(
     runs = run_dirs or find_runs(Path("runs"))[:1]
     records = [read_record(path, with_environment=len(runs) > 1) for path in runs]
     if html is not None:
-        option("report --html")(records, html)
+        load("toolkit.extras.page:write_page")(records, html)
         tell(f"report {html}: open it in a browser, it needs nothing else")
     elif len(records) > 1:
-        data = comparison_output(records) if as_json else None
-        output(as_json, data, comparison_lines(records))
+        data = _comparison_output(records) if as_json else None
+        output(as_json, data, _comparison_lines(records))
     else:
-        output(as_json, machine_output(records[0]), _lines(records[0]))
+        output(as_json, _machine_output(records[0]), _lines(records[0]))
 
 
-def machine_output(record: RunRecord) -> dict[str, Any]:
-    """Output of `--json`."""
+def _machine_output(record: RunRecord) -> dict[str, Any]:
+    """Output of `--json` for one run."""
     summary, spent = record.summary, record.spent
     fields = asdict(summary)
     first, last = summary.losses or (None, None)
@@ -93,9 +102,69 @@ def _time_lines(spent: Goodput) -> Iterator[Text]:
     shares, total = spent.percentages(), duration(spent.total_s)
     yield Text.assemble(("  goodput", "dim"), f"  {shares['productive']:.1f}% of {total}")
     for name, label in PARTS.items():
-        bar = "█" * round(shares[name] / 100 * BAR_WIDTH)
+        bar = "█" * round(shares[name] / 100 * _BAR_WIDTH)
         row = f"    {label:<22}{duration(spent.parts_s[name]):>12}  {shares[name]:>5.1f}%"
         yield Text.assemble(row, (f"  {bar}" if bar else "", "cyan"))
     if spent.idle_s > 0:
         idle = duration(spent.idle_s)
         yield Text(f"    in addition, nothing ran for {idle} between starts", "dim")
+
+
+def _comparison_output(records: Sequence[RunRecord]) -> dict[str, object]:
+    """Output of `--json` for several runs: every one next to the first."""
+    settings = settings_that_differ(records)
+    first, *others = records
+    return {
+        "runs": [str(record.run.path) for record in records],
+        "states": [record.summary.ending.state for record in records],
+        "steps": [record.summary.steps for record in records],
+        "tokens_per_s": [median_speed(record.metrics) for record in records],
+        "settings": {
+            key: [value if is_stated(value) else None for value in values]
+            for key, values in settings.items()
+        },
+        "compared_with_first": [asdict(difference(first, other)) for other in others],
+        "missing": {str(record.run.path): record.missing for record in records},
+    }
+
+
+def _comparison_lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
+    """The runs in a table, settings that differ, where losses differ, and a verdict."""
+    names = [str(record.run.path) for record in records]
+    rows = [["", *names], ["state", *(record.summary.ending.state for record in records)]]
+    rows.append(["steps", *(f"{record.summary.steps:,}" for record in records)])
+    speeds = [median_speed(record.metrics) for record in records]
+    rows.append(["tokens/s", *("-" if one is None else f"{one:,.0f}" for one in speeds)])
+    yield from columns(rows)
+    yield Text("\nsettings that differ", "bold")
+    yield from _settings_lines(records)
+    first, *others = records
+    found = [difference(first, other) for other in others]
+    yield Text("\nloss", "bold")
+    for name, one in zip(names[1:], found, strict=True):
+        yield f"{name}: {one.losses()}"
+    yield Text("\nverdict", "bold")
+    for name, one in zip(names[1:], found, strict=True):
+        yield f"{name}, next to {names[0]}: {one.verdict()}"
+    for record in records:
+        if record.summary.ending.state == "failed":
+            yield f"{record.run.path} failed: {record.summary.ending.why}"
+    for record in records:
+        yield from (f"warning: {record.run.path}: {what}" for what in record.missing)
+
+
+def _settings_lines(records: Sequence[RunRecord]) -> Iterator[str]:
+    """Values of what all runs have, as long as a terminal has room for; names of the others."""
+    settings = settings_that_differ(records)
+    common = {key: values for key, values in settings.items() if all(map(is_stated, values))}
+    if common:
+        room = (Console().width - max(map(len, common))) // len(records) - 2
+        rows = [
+            [key, *(shortened(shown(value), max(room, 8)) for value in values)]
+            for key, values in common.items()
+        ]
+        yield from columns([["", *names_of(records)], *rows], left=len(rows[0]))
+    if others := [key for key in settings if key not in common]:
+        yield f"not in all runs: {', '.join(others)}"
+    if not settings:
+        yield "none"

@@ -10,7 +10,7 @@ from pathlib import Path
 import typer
 from rich.text import Text
 
-from toolkit.cli.output import Hanging, output
+from toolkit.cli.output import Line, output
 from toolkit.doctor.selftest import MARK, Check, Suite, gpu_machine, report, self_test
 from toolkit.errors import EXIT_FAILED
 from toolkit.rehearse.rehearsal import Options
@@ -53,12 +53,12 @@ def run_self_test(
         raise typer.Exit(EXIT_FAILED)
 
 
-def _lines(checks: Sequence[Check]) -> Iterator[Hanging]:
+def _lines(checks: Sequence[Check]) -> Iterator[Line]:
     """A line per check, and under one that failed its bound."""
     wide = [max(len(getattr(check, key)) for check in checks) for key in ("step", "name")]
     for check in checks:
         head = f"{check.step:<{wide[0]}}  {check.name:<{wide[1]}}  "
         verdict = (f"{check.verdict:<8}  ", _COLOURS[check.verdict])
-        yield Hanging(Text.assemble(head, verdict), check.found)
+        yield Text.assemble(head, verdict, check.found)
         if check.verdict == "failed" and check.bound:
-            yield Hanging(Text(" " * 4), f"bound: {check.bound}")
+            yield f"    bound: {check.bound}"

@@ -132,7 +132,8 @@ class LaunchSpec:
         return {**inherited, **self.env, **self.rank_env[index]}
 
     def printable(self) -> str:
-        """Return the shell commands that would do the same, and the files; secrets masked."""
+        """Return the shell commands that would do the same, and the files, but the long recipe;
+        secrets masked."""
         lines = []
         if self.meeting is not None and self.meeting.several:
             lines.append(
@@ -141,8 +142,13 @@ class LaunchSpec:
         for variables in self.rank_env:
             settings = [f"{k}={shlex.quote(v)}" for k, v in {**self.env, **variables}.items()]
             lines.append(" ".join([*settings, shlex.join(self.argv)]))
-        # The job's script, which is written last, stands before the long recipe.
-        files = [f"\n# {path}\n{text.rstrip()}" for path, text in [*self.files.items()][::-1]]
+        recipe = RunDirectory(self.run_dir).handed_over
+        files = [
+            f"\n# {path}: the resolved recipe"
+            if path == recipe
+            else f"\n# {path}\n{text.rstrip()}"
+            for path, text in self.files.items()
+        ]
         return redact("\n".join([" &\n".join(lines), *files]))
 
     def write_files(self) -> None:

@@ -4,7 +4,7 @@ One question serves both uses: each setting with another value (`dmt plan --expl
 of changes with which something fits where nothing does.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -61,9 +61,7 @@ def what_if(found: Search) -> Iterator[Alternative]:
     """For each setting left to the planner its other values, of numbers the nearest lower and
     higher; for each stated one `auto`, where that changes the layout."""
     job, best = found.job, found.best
-    for name in BACKENDS.names if job.parallel.engine == "auto" else ():
-        if name != best.pair.engine:
-            yield from _alternative(job, found.cluster, {"parallel.engine": name})
+    yield from other_engines(found, {best.pair.engine})
     for dimension in DIMENSIONS:
         if dimension.key in OPEN and dimension.of(job) == "auto":
             for value in _others(found, dimension):
@@ -72,6 +70,13 @@ def what_if(found: Search) -> Iterator[Alternative]:
         for one in _alternative(job, found.cluster, {key: "auto"}):
             if (one.best.pair, one.best.layout) != (best.pair, best.layout):
                 yield one
+
+
+def other_engines(found: Search, but: Collection[str]) -> Iterator[Alternative]:
+    """The best plan of each engine except some, if the recipe leaves the engine open."""
+    for name in BACKENDS.names if found.job.parallel.engine == "auto" else ():
+        if name not in but:
+            yield from _alternative(found.job, found.cluster, {"parallel.engine": name})
 
 
 def _others(found: Search, dimension: Dimension) -> list[Any]:

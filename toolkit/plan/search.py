@@ -121,12 +121,14 @@ class Search:
         others = (one for one in self.ranked if one is not self.best)
         return [self.best, *others] if self.fits else []
 
-    def strategies(self, most: int) -> list[Estimate]:
-        """The best of each engine and set of degrees, best first."""
+    def strategies(self, most: int, *, stages: bool = False) -> list[Estimate]:
+        """The best of each engine and set of degrees, with `stages` also of each ZeRO stage,
+        best first."""
         found: dict[object, Estimate] = {}
         for one in chain((self.best,), self.ranked):
             layout = one.layout
-            found.setdefault((one.pair, layout.tp, layout.pp, layout.cp, layout.ep), one)
+            stage = layout.zero_stage if stages and layout.dp > 1 else None
+            found.setdefault((one.pair, stage, layout.tp, layout.pp, layout.cp, layout.ep), one)
             if len(found) == most:
                 break
         return [*found.values()]
@@ -134,7 +136,7 @@ class Search:
     def shortlist(self, most: int) -> list[Estimate]:
         """The best strategies, at least one of them with a margin of memory if any has one;
         the nearest layout if nothing fits."""
-        found = self.strategies(most)
+        found = self.strategies(most, stages=True)
         if any(self.with_margin(found)):
             return found
         safest = [*islice(self.with_margin(self.ranked), 1)]

@@ -1,6 +1,6 @@
 """Prints external text (recipes, file names, checkpoints, hub configs) safely on a terminal.
 
-Whatever DMT prints for people goes through `tell` or through `toolkit.cli.console.Console`: no
+Whatever DMT prints for people goes through `tell` or through `toolkit.cli.output.Console`: no
 character reaches the terminal that would move its cursor, colour or reorder what stands there.
 Machine output (`--json`) is escaped by JSON itself.
 """

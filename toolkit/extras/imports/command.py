@@ -14,8 +14,8 @@ from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.saver import entries_of, write_companions, write_state
 from toolkit.checkpoint.shards import StateShard
 from toolkit.checkpoint.store import CheckpointStore, folder_name
-from toolkit.cli.bars import byte_progress
 from toolkit.cli.output import output
+from toolkit.cli.progress import progress
 from toolkit.data.build import build_data
 from toolkit.errors import CheckpointError, DataError, DmtError
 from toolkit.extras.imports import dcp, deepspeed, megatron
@@ -73,7 +73,7 @@ def import_checkpoint(
         consumed = recipe.training.batches.samples(state.step)
     notes = [*_notes(state, recipe, consumed)]
     nbytes = sum(entry.nbytes for entry in entries_of(shards))
-    with byte_progress("import", nbytes) as tick:
+    with progress("import", nbytes, in_bytes=True) as tick:
         manifest = _write(state, shards, model, assignment, consumed, tick)
     # It names the commit of the data, which a launch would look up anew.
     write(assignment, ["dmt", *sys.argv[1:]])

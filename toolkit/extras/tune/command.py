@@ -9,9 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from toolkit.cli.bars import count_progress
 from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
 from toolkit.cli.output import Line, Table, output
+from toolkit.cli.progress import progress
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError, RunFailed
 from toolkit.extras.tune.layouts import LayoutStudy, searched
 from toolkit.extras.tune.search import SearchStudy
@@ -159,7 +159,7 @@ def _run(study: Study) -> bool:
     if starts_locally(request.recipe):
         name = request.recipe.launch.launcher
         tell(f"launch.launcher: {name} hands its jobs over; the trials are started by local")
-    with count_progress(done + study.left()) as update:
+    with progress("trials", done + study.left()) as update:
         update(completed=done)
 
         def on_end(one: TrialRecord) -> None:
