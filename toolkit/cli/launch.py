@@ -38,7 +38,11 @@ def launch(
     run_dir: RunDir = None,
     launcher: Annotated[
         str | None,
-        typer.Option(help=f"{listed(LAUNCHERS.names)}. Default: launch.launcher (local)."),
+        typer.Option(
+            metavar="NAME",
+            help=f"Who starts the ranks: {listed(LAUNCHERS.names)}. "
+            "Default: launch.launcher (local).",
+        ),
     ] = None,
     max_restarts: MaxRestarts = None,
     change: Changes = [],  # noqa: B006
