@@ -5,7 +5,6 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -155,38 +154,21 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         cache_folder("s3://bucket/cache")
 
 
-def write_json(path: Path) -> None:
-    path.write_text(json.dumps(ROWS))
-
-
 def write_jsonl(path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
 
-def write_jsonl_gz(path: Path) -> None:
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in ROWS).encode()))
-
-
-def write_parquet(path: Path) -> None:
+def test_hf_file_kinds(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    pq.write_table(pa.Table.from_pylist(ROWS), path)
-
-
-@pytest.mark.parametrize(
-    ("name", "write"),
-    [
-        ("data.json", write_json),
-        ("data.jsonl", write_jsonl),
-        ("data.jsonl.gz", write_jsonl_gz),
-        ("data.parquet", write_parquet),
-    ],
-)
-def test_hf_file_kinds(tmp_path: Path, name: str, write: Callable[[Path], None]) -> None:
-    write(tmp_path / name)
-    documents = open_hf(name)
-    assert list(documents) == TEXTS
+    write_jsonl(tmp_path / "data.jsonl")
+    (tmp_path / "data.json").write_text(json.dumps(ROWS))
+    zipped = gzip.compress((tmp_path / "data.jsonl").read_bytes())
+    (tmp_path / "data.jsonl.gz").write_bytes(zipped)
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "data.parquet")
+    for kind in ("json", "jsonl", "jsonl.gz", "parquet"):
+        assert list(open_hf(f"data.{kind}")) == TEXTS, kind
 
 
 @pytest.mark.parametrize("form", ["dictionary", "view"])

@@ -143,12 +143,6 @@ def test_an_experts_optimizer_states_are_spread_over_who_holds_it() -> None:
     assert found == dense + experts
 
 
-def test_context_ranks_share_the_optimizer_too() -> None:
-    train = workload(UNTIED)
-    split = model_states_gib(train, Layout(dp=2, cp=2, zero_stage=1))
-    assert split == model_states_gib(train, Layout(dp=4, zero_stage=1))
-
-
 # Activations: Korthikanti et al. 2022, arXiv:2205.05198
 
 GPT_22B = {"layers": 48, "hidden": 6144, "heads": 64}

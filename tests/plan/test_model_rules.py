@@ -59,22 +59,15 @@ def only(asked: PlanRequest) -> Problem:
 @pytest.mark.parametrize(
     ("config", "ranks", "asked"),
     [
-        (LLAMA, 4, {}),
-        (LLAMA, 4, {"tensor": 4}),
         (LLAMA | {"num_key_value_heads": 2}, 4, {"tensor": 4}),  # more ranks than kv heads
         (LLAMA, 4, {"tensor": 4, "sequence": True}),  # 257 rows are padded to 260
-        (LLAMA, 6, {"pipeline": 6}),
         (LLAMA, 4, {"pipeline": 4}),  # 6 layers on 4 stages
         (LLAMA, 2, {"pipeline": 2, "virtual_pipeline": 3}),
         (LLAMA, 4, {"engine": "deepspeed", "tensor": 2, "zero": {"stage": 3}}),
-        (MIXTRAL, 4, {"tensor": 2}),
-        (MIXTRAL, 4, {"expert": 2}),
-        (MIXTRAL, 4, {"tensor": 2, "expert": 2}),
         (MIXTRAL, 2, {"tensor": 2, "expert": 2}),  # expert divides dp · tp, not dp
         (MIXTRAL, 6, {"pipeline": 2, "expert": 3}),
         (MIXTRAL, 2, {"engine": "deepspeed", "zero": {"stage": 3}}),
         (GEMMA, 2, {}),
-        (LLAMA, 4, LONG),
         (LLAMA, 4, LONG | {"sequence": False}),
         (ODD_EXPERTS, 2, {"tensor": 2, "expert": 2}),
         (LLAMA, 4, IN_16_BITS | {"tensor": 1}),

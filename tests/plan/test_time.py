@@ -150,18 +150,6 @@ def test_measured_speeds_replace_shares_of_peaks() -> None:
 # The step
 
 
-def test_the_parts_add_up() -> None:
-    layout = Layout(
-        dp=4, tp=4, pp=4, vpp=2, sequence_parallel=True, zero_stage=1, recompute="full",
-        micro_batch=1, gradient_accumulation=16,
-    )  # fmt: skip
-    found = step_time(MODERN, layout, H100)
-    assert found.total_s == pytest.approx(sum(found.parts.values()))
-    assert min(found.parts.values()) >= 0
-    assert found.tokens == 64 * 8192
-    assert found.tokens_per_s_per_gpu == pytest.approx(found.tokens / found.total_s / 64)
-
-
 def test_some_recomputed_layers_take_their_share() -> None:
     none, some, full = (
         step_time(MODERN, Layout(dp=8, zero_stage=3, recompute=way), H100)
@@ -225,15 +213,6 @@ def test_experts_travel_and_split_the_weights() -> None:
     assert one["waiting_expert"] == 0
     assert spread["waiting_expert"] == pytest.approx(4 * 32 * 2 * 2 * sent)
     assert spread["elementwise"] < one["elementwise"]  # fewer gradients
-
-
-def test_utilization_follows_from_the_step_time() -> None:
-    layout = Layout(
-        dp=8, zero_stage=1, micro_batch=1, gradient_accumulation=4, recompute="full"
-    )
-    found = step_time(MODERN, layout, parse_cluster("8xh100-80gb"))
-    flops = found.tokens * LLAMA_8B.flops_per_token(8192, causal=True)
-    assert found.utilization() == pytest.approx(flops / found.total_s / 8 / 989.5e12)
 
 
 def test_a_precision_that_the_device_lacks_is_refused() -> None:

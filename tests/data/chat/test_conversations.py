@@ -14,7 +14,6 @@ from toolkit.data.chat.conversations import (
     check_columns,
     conversation_of,
     preference_of,
-    unread_columns,
 )
 from toolkit.data.readers import rows_of
 from toolkit.errors import DataError
@@ -130,17 +129,6 @@ def test_context_of_prompts_and_pairs() -> None:
 def test_template_arguments(stated: object) -> None:
     found = parse({"messages": [USER, ANSWER], "chat_template_kwargs": stated})
     assert found.template_arguments == {"enable_thinking": False}
-
-
-def test_columns_that_nothing_reads() -> None:
-    source = ChatSource.model_validate({"kind": "chat", "path": "x"})
-    assert unread_columns(source, ["messages", "id", "tools", "system", "input"]) == [
-        "id",
-        "input",
-    ]
-    assert unread_columns(source, ["instruction", "output", "input", "text"]) == ["text"]
-    pairs = PreferenceSource(kind="preference", path="x", columns={"chosen": "good"})
-    assert unread_columns(pairs, ["good", "rejected", "score", "history"]) == ["score"]
 
 
 def test_prompt_and_completion() -> None:
