@@ -2,14 +2,12 @@
 
 import importlib.util
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -41,24 +39,20 @@ def extensions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def lock(extensions: Path) -> Path:
-    """A lock such as a killed build of cpu_adam leaves."""
-    path = extensions / "cpu_adam" / "lock"
-    path.parent.mkdir(parents=True)
-    path.touch()
-    return path
-
-
-@pytest.fixture
-def holder(lock: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """A process that builds: torch's own baton is what it holds."""
-    lock.unlink()
+def holder(extensions: Path) -> "Iterator[subprocess.Popen[bytes]]":
+    """A process that builds cpu_adam, and has torch's lock, too."""
+    folder = build_folder("cpu_adam")
+    assert folder.is_relative_to(extensions)
+    folder.mkdir(parents=True)
+    (folder / "lock").touch()
     code = (
-        "import sys; from torch.utils.file_baton import FileBaton as Baton\n"
-        "baton = Baton(sys.argv[1]); baton.try_acquire(); print(flush=True); input()"
+        "import fcntl, sys; file = open(sys.argv[1], 'wb')\n"
+        "fcntl.flock(file, fcntl.LOCK_EX); print(flush=True); input()"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(folder / "dmt-building")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdout is not None and process.stdin is not None
     process.stdout.readline()
@@ -67,6 +61,19 @@ def holder(lock: Path) -> "Iterator[subprocess.Popen[bytes]]":
     process.wait()
     process.stdin.close()
     process.stdout.close()
+
+
+@pytest.fixture
+def builds(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether torch would have waited for a lock, at each build; none compiles anything."""
+    found: list[bool] = []
+
+    def build_nothing(op: str, *_: object) -> None:
+        found.append((build_folder(op) / "lock").exists())
+        (build_folder(op) / "dmt-built").touch()
+
+    monkeypatch.setattr(deepspeed_ops, "_build", build_nothing)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -158,85 +165,64 @@ def test_ninja_beside_python_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
         assert os.environ["PATH"] == f"{own}:{path}"
 
 
-def test_a_stale_lock_is_found_instead_of_hanging(lock: Path) -> None:
-    """A killed build leaves its lock, and later runs hang silently."""
-    for check in (lambda: preflight(["cpu_adam"]), lambda: build(["cpu_adam"], print)):
-        with pytest.raises(BackendUnavailable) as caught:
-            check()
-        assert f"rm {lock}" in caught.value.fix
-        assert "no process on this machine holds it" in caught.value.message
-    lock.unlink()
-    preflight(["cpu_adam"])
-
-
-def test_the_lock_of_another_user_is_judged_by_its_age(
-    lock: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    owner = lock.stat().st_uid
-    monkeypatch.setattr("os.getuid", lambda: owner + 1)
-    preflight(["cpu_adam"])
-    old = time.time() - deepspeed_ops.OLD_LOCK_S - 1
+@pytest.mark.usefixtures("extensions")
+def test_the_lock_of_a_killed_build_does_not_count(builds: list[bool]) -> None:
+    """torch would wait for it indefinitely. A rank that loads a built op has it, too."""
+    lock = build_folder("cpu_adam") / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    build(["cpu_adam"], lambda _: None)
+    assert builds == [False]
+    lock.touch()
+    threading.Timer(0.5, lock.unlink).start()
+    build(["cpu_adam"], print)
+    lock.touch()
+    old = time.time() - deepspeed_ops.LOADING_S - 1
     os.utime(lock, (old, old))
-    with pytest.raises(BackendUnavailable, match="left its lock"):
-        preflight(["cpu_adam"])
+    build(["cpu_adam"], print)
+    assert not lock.exists() and len(builds) == 1
 
 
-@pytest.mark.usefixtures("holder")
-def test_a_running_build_is_waited_for(lock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deepspeed_ops, "is_built", lambda _: True)
+def test_a_running_build_is_waited_for(
+    holder: "subprocess.Popen[bytes]", builds: list[bool]
+) -> None:
     messages: list[str] = []
-    preflight(["cpu_adam"])
     waiting = threading.Thread(target=build, args=(["cpu_adam"], messages.append))
     waiting.start()
     wait_until(lambda: messages, "a message")
-    assert waiting.is_alive()
-    lock.unlink()
+    assert waiting.is_alive() and not builds
+    holder.kill()
     waiting.join(HANG_S)
-    assert not waiting.is_alive()
-    assert messages == ["waiting for another process that builds DeepSpeed op cpu_adam…"]
+    assert builds == [False]
+    assert messages[0] == "waiting for another process that builds DeepSpeed op cpu_adam…"
 
 
-def test_a_build_that_dies_while_it_is_waited_for(holder: "subprocess.Popen[bytes]") -> None:
-    threading.Timer(0.5, holder.kill).start()
-    with pytest.raises(BackendUnavailable, match="left its lock"):
-        build(["cpu_adam"], lambda _: None)
-
-
-@pytest.mark.parametrize("whose", ["held", "another user's"])
-def test_waiting_has_a_limit(
-    whose: str, lock: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if whose == "held":
-        request.getfixturevalue("holder")
-    else:
-        owner = lock.stat().st_uid
-        monkeypatch.setattr("os.getuid", lambda: owner + 1)
+@pytest.mark.usefixtures("holder")
+def test_waiting_has_a_limit() -> None:
     with pytest.raises(BackendUnavailable, match="another process has been building") as told:
         build(["cpu_adam"], lambda _: None, limit_s=0.3)
-    assert f"rm {lock}" in told.value.fix
+    assert str(build_folder("cpu_adam")) in told.value.fix
 
 
 def test_the_build_folder_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch.utils.cpp_extension import _get_build_directory
 
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "a"))
+    assert build_folder("cpu_adam").parents[1] == tmp_path / "a"
     assert str(build_folder("cpu_adam")) == _get_build_directory("cpu_adam", False)
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "b"))
+    assert build_folder("cpu_adam").is_relative_to(tmp_path / "b" / "dmt" / "operators")
     assert str(build_folder("cpu_adam")) == _get_build_directory("cpu_adam", False)
 
 
 @pytest.mark.usefixtures("extensions")
 def test_what_another_environment_built_is_built_again(
-    monkeypatch: pytest.MonkeyPatch,
+    builds: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepspeed_ops, "_build", lambda *_: made.touch())
-    made = build_folder("cpu_adam") / "cpu_adam.so"
-    made.parent.mkdir(parents=True)
-    made.touch()
-    assert not is_built("cpu_adam"), "made by whom?"
-    build(["cpu_adam"], lambda _: None)
-    assert is_built("cpu_adam")
+    for _ in range(2):
+        build(["cpu_adam"], lambda _: None)
+        assert is_built("cpu_adam") and len(builds) == 1
     monkeypatch.setattr(deepspeed_ops, "version", lambda _: "2.0")
     assert not is_built("cpu_adam")
 
@@ -263,35 +249,24 @@ def test_a_build_that_fails_says_so_and_keeps_its_log(
     assert "fatal error: disk full" in error.value.message
     assert "cpu_adam.cpp" in log.read_text()
     log.unlink()
-    assert not (build_folder("cpu_adam") / "lock").exists()
 
 
 @pytest.mark.usefixtures("extensions")
 @pytest.mark.slow
-def test_a_build_has_a_time_limit_and_leaves_no_lock() -> None:
-    with pytest.raises(BackendUnavailable, match="took longer than 9 s") as error:
-        build(["cpu_adam"], lambda _: None, limit_s=9)
-    Path(error.value.fix.rpartition(" ")[2]).unlink()
-    assert not (build_folder("cpu_adam") / "lock").exists()
-    preflight(["cpu_adam"])
-
-
-@pytest.mark.usefixtures("extensions")
-@pytest.mark.slow
-def test_a_build_that_gets_the_signal_of_its_whole_job_leaves_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_build_has_a_time_limit_and_the_next_one_begins_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\ncase "$*" in *-c\\ *) sleep 60;; esac\nexec c++ "$@"\n')
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    argv = [sys.executable, "-m", "toolkit.engines.deepspeed.ops", "cpu_adam"]
-    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(argv, start_new_session=True, **quiet)
-    wait_until((build_folder("cpu_adam") / "lock").exists, "the build")
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(HANG_S) == 128 + signal.SIGTERM
-    preflight(["cpu_adam"])
+    with pytest.raises(BackendUnavailable, match="took longer than 9 s") as error:
+        build(["cpu_adam"], lambda _: None, limit_s=9)
+    Path(error.value.fix.rpartition(" ")[2]).unlink()
+    assert not is_built("cpu_adam")
+    builds = request.getfixturevalue("builds")
+    build(["cpu_adam"], lambda _: None)
+    assert builds == [False]
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ def scale_of_a_ranks_mean_loss(plan: Plan, config: dict[str, Any]) -> float:
     setup = SimpleNamespace(
         ranks=SimpleNamespace(device=SimpleNamespace(type="cpu")),
         precision="fp16",
-        loss_scale=plan.loss_scale,
+        plan=plan,
     )
     return float(loss_scaler(cast(EngineSetup, setup)).get_scale())
 

@@ -35,8 +35,8 @@ def batched_p2p(name: str, setup: Any) -> Any:
 
 
 def no_weight_decay(name: str, setup: Any) -> Any:
-    optimizer = setup.optimizer.model_copy(update={"weight_decay": 0.0})
-    return build_engine(name, replace(setup, optimizer=optimizer))
+    recipe = setup.recipe.with_values({"optimizer.weight_decay": 0.0})
+    return build_engine(name, replace(setup, recipe=recipe))
 
 
 def dropped_reduction(name: str, setup: Any) -> Any:

@@ -112,7 +112,7 @@ def fake_start(layout: Layout, progress: Progress, **recipe: Any) -> Any:
         recipe=SimpleNamespace(**settings | recipe),
         plan=SimpleNamespace(layout=layout, flops_per_token=1.0),
         ranks=SimpleNamespace(rank=0, device=torch.device("cpu")),
-        marks=SimpleNamespace(begin=lambda _: None, mark=lambda *_: None),
+        marks=SimpleNamespace(begin=lambda *_, **__: None),
         progress=progress,
         split=BatchSplit(layout),
         together=SimpleNamespace(rank_zero=lambda action: action()),

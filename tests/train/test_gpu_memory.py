@@ -21,7 +21,7 @@ FORMS = [
 
 def in_a_step(*, has_stepped: bool) -> Any:
     """A rank that was in a step."""
-    return SimpleNamespace(doing="step 8", marks=SimpleNamespace(has_stepped=has_stepped))
+    return SimpleNamespace(marks=SimpleNamespace(doing="step 8", has_stepped=has_stepped))
 
 
 @pytest.fixture

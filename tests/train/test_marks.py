@@ -119,12 +119,6 @@ def test_a_rank_that_waits_for_one_that_is_watched_has_no_limit(tmp_path):
         assert ranks.codes(0, 1, 2) == [0, 0, 0]
 
 
-def test_slow_steps_within_the_limit_are_no_hang(tmp_path):
-    with Ranks(tmp_path, "slow@1") as ranks:
-        assert ranks.codes(0, 1, 2) == [0, 0, 0]
-        assert not ranks.run.events.exists()
-
-
 def test_a_rank_that_hangs_before_the_first_step_is_named(tmp_path):
     with Ranks(tmp_path, "begin@1") as ranks:
         assert ranks.codes(0, 1, 2) == [4, 4, 4]
@@ -138,7 +132,7 @@ def test_the_first_step_may_take_longer(tmp_path):
         assert not ranks.run.events.exists()
 
 
-def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path):
+def test_slow_steps_and_a_pause_of_the_whole_job_are_no_hang(tmp_path):
     """A scheduler that suspends a job stops all its processes."""
     with Ranks(tmp_path, "slow@1") as ranks:
         wait_until((tmp_path / "began").exists, "the fifth step")
@@ -148,6 +142,7 @@ def test_a_job_that_was_paused_as_a_whole_goes_on(tmp_path):
         for process in ranks.processes:
             process.send_signal(signal.SIGCONT)
         assert ranks.codes(0, 1, 2) == [0, 0, 0]
+        assert not ranks.run.events.exists()
 
 
 def test_a_hang_of_a_thousand_ranks_has_a_word(tmp_path):

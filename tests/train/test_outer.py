@@ -201,7 +201,14 @@ def test_replicas_that_differ_are_refused(own_project: Project, lighthouse: str)
         assert "error: the replicas cannot exchange weights" in refused.end(code=4).err
 
 
-LONG = {**SETTINGS, "training.steps": 120, "launch.max_restarts": 3}
+END = 60
+LONG = {**SETTINGS, "training.steps": END, "launch.max_restarts": 3}
+MEETING = "meeting the other replicas"
+
+
+def exchanges(run: Path) -> list[int]:
+    """The replicas of each exchange of a run."""
+    return [one["replicas"] for one in events(run, "outer") if "replicas" in one]
 
 
 @pytest.mark.slow
@@ -214,14 +221,22 @@ def test_a_killed_replica_comes_back(own_project: Project) -> None:
         place = {"parallel.outer.lighthouse": lighthouse}
         commands, runs = run_both(own_project, "run", {**changes, **place}, stack)
         commands[1].wait_for(lambda: steps_logged(runs[1]) >= 10, "step 10")
+        meetings = commands[1].printed().count(MEETING)
         for rank in commands[1].ranks().values():
             rank.kill()
+        commands[0].wait_for(lambda: 1 in exchanges(runs[0]), "an exchange alone")
+        # However long the restart takes: until then, the other one must not come to its end.
+        others = commands[0].ranks().values()
+        for rank in others:
+            rank.suspend()
+        commands[1].wait_for(lambda: commands[1].printed().count(MEETING) > meetings, MEETING)
+        for rank in others:
+            rank.resume()
         end_both(commands)
-    exchanges = [one["replicas"] for one in events(runs[0], "outer") if "replicas" in one]
-    assert 1 in exchanges and exchanges[-1] == 2
+    assert exchanges(runs[0])[-1] == 2
     (missed,) = [one for one in events(runs[1], "warning") if one.get("source") == "outer"]
     assert "are not trained" in missed["message"]
-    first, second = (weights(run, 120) for run in runs)
+    first, second = (weights(run, END) for run in runs)
     assert all(torch.equal(values, second[name]) for name, values in first.items())
     losses = [loss for loss, _ in curve(runs[0]).values()]
     assert losses[-1] < 0.8 * losses[0]
@@ -253,7 +268,7 @@ def test_a_stop_while_others_are_waited_for(own_project: Project) -> None:
         commands, _ = run_both(own_project, "run", {**LONG, **place}, stack)
         end_both(commands)
     for run, other in zip(runs, straight, strict=True):
-        found, expected = weights(run, 120), weights(other, 120)
+        found, expected = (weights(one, END) for one in (run, other))
         assert all(torch.equal(values, expected[name]) for name, values in found.items())
 
 

@@ -20,7 +20,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.train import marks as module
-from toolkit.train.marks import WAITING, Marks, Watched
+from toolkit.train.marks import WAITING, Marks
 
 run, limit_s = RunDirectory(Path(sys.argv[1])), float(sys.argv[2])
 behaviour, _, chosen = sys.argv[3].partition("@")
@@ -47,7 +47,7 @@ def misbehave() -> None:
     elif behaviour == "slow":
         for _ in range(2):
             time.sleep(limit_s * 0.35)
-            marks.mark("slow", 4)
+            marks.begin("slow", step=4)
     elif behaviour == "lock":
         ctypes.PyDLL(None).sleep(60)
     else:
@@ -61,7 +61,7 @@ def misbehave() -> None:
 meet("start")  # a rank that waits for slow imports of another one would hang, for a marks
 with Marks(rank) as marks:
     offset = events_offset(run.path)
-    marks.watch(Watched(run, world, limit_s, start_s, offset))
+    marks.watch(run, world, limit_s, start_s, offset)
     if behaviour == "begin" and rank == int(chosen):
         misbehave()
     meet("begin")
@@ -78,7 +78,7 @@ with Marks(rank) as marks:
                 marks.begin("waiting for a save")
             if rank == int(chosen):
                 misbehave()
-        marks.mark(f"step {step + 1}", step)
+        marks.begin(f"step {step + 1}", step=step)
         if step == 0 and behaviour == "compile" and rank == int(chosen):
             time.sleep(1.5 * limit_s)
         if (
@@ -89,6 +89,6 @@ with Marks(rank) as marks:
             misbehave()
         meet(step)
         time.sleep(0.05)
-        marks.mark(f"logging step {step + 1}", step + 1)
+        marks.begin(f"logging step {step + 1}", step=step + 1)
 marks.close()
 print("done")

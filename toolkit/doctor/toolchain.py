@@ -1,4 +1,4 @@
-"""Compilers and programs that a recipe needs, and locks of killed builds."""
+"""Compilers and programs that a recipe needs."""
 
 from collections.abc import Iterator
 
@@ -6,11 +6,9 @@ from toolkit.doctor.finding import Finding, ask_python, is_installed, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.engines.deepspeed.ops import (
     ON_GPU,
-    build_folder,
     compiled_at_start,
     missing_tools,
     put_ninja_on_path,
-    stale_locks,
     torch_accelerator,
 )
 from toolkit.errors import BackendUnavailable
@@ -52,7 +50,6 @@ def check(needs: Needs) -> Iterator[Finding]:
                 name, "problem", "not on PATH", cost="the launcher cannot start", fix=install,
                 needed_by=setting,
             )  # fmt: skip
-    yield from _locks(needs)
 
 
 def _to_compile(needs: Needs) -> dict[str, str]:
@@ -81,18 +78,3 @@ def _nvcc(needed_by: str) -> Iterator[Finding]:
         fix=f"install the toolkit of CUDA {built_for[2:-1]}.{built_for[-1]}, and set CUDA_HOME "
         "to it",
     )  # fmt: skip
-
-
-def _locks(needs: Needs) -> Iterator[Finding]:
-    """Locks of killed builds, for which DeepSpeed would wait indefinitely."""
-    try:
-        root = build_folder("any").parent
-    except BackendUnavailable:  # without torch there is nothing to build with
-        return
-    ops = sorted(lock.parent.name for lock in root.glob("*/lock"))
-    for lock in stale_locks(ops):
-        yield Finding(
-            f"lock of {lock.name}", "problem", lock.what, fix=lock.fix,
-            cost="a run that compiles it waits and ends with an error",
-            needed_by=needs.ops.get(lock.name),
-        )  # fmt: skip

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from toolkit.batch import MicroBatch
-from toolkit.engines.distributed import RunningSum
+from toolkit.engines.distributed import running_sum
 from toolkit.engines.setup import EngineSetup
 from toolkit.models import routers
 from toolkit.models.context import Context
@@ -40,7 +40,7 @@ class Balance:
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        self.settings = setup.balance
+        self.settings = setup.recipe.model.balance
         self.data_ranks = setup.layout.dp
         self.device = setup.ranks.device
         self.group: dist.ProcessGroup | None = None
@@ -169,7 +169,7 @@ class Balance:
     def sum_up(self) -> None:
         """Start the sum over all ranks, after the last forward pass. Collective."""
         if self.settings is not None:
-            self._joint = RunningSum(self._sums)
+            self._joint = running_sum(self._sums)
 
     def end_step(self, *, applied: bool) -> dict[str, float]:
         """The metrics of the global batch; if the step was `applied`, the correction biases are
@@ -178,7 +178,7 @@ class Balance:
         self.real = None
         if self.settings is None:
             return {}
-        self._joint.result()
+        self._joint()
         if applied and self.settings.kind == "bias":
             missing = self._counts.mean(1, keepdim=True) - self._counts
             for layer, router in self.routers.items():

@@ -18,21 +18,21 @@ def build_engine(name: str, setup: EngineSetup, *, probe: bool = True) -> Engine
     Raises PlanError if the data isolates documents and the engine's model does not, or if the
     model does not compute the same with its rows spread over context-parallel ranks.
     """
-    if setup.model == "megatron":
+    if setup.plan.model == "megatron":
         from toolkit.models.megatron import cpu
 
         cpu.before_import()
-    spreads = setup.layout.cp > 1 and setup.model == "hf"
+    spreads = setup.layout.cp > 1 and setup.plan.model == "hf"
     with refusing(setup) if spreads else nullcontext():
         engine: Engine = load(BACKENDS[name].engine)(setup)
         if spreads and probe:
             check_context(engine, setup)
-    _try_first(setup.attention_kernel, engine)
+    _try_first(setup.plan.attention_kernel, engine)
     if setting := setup.layout.compiles:
         from toolkit.models.compiled import explain_failures
 
         _around_steps(explain_failures(setting), engine)
-    if setup.isolates and probe:
+    if setup.recipe.data.isolates and probe:
         check_isolation(engine, setup)
     return engine
 

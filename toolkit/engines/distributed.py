@@ -5,7 +5,7 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -209,22 +209,20 @@ def end_process(code: int) -> NoReturn:
     os._exit(code)
 
 
-class RunningSum:
-    """An asynchronous sum over the ranks of `group` (None: all).
+def running_sum(value: Tensor, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
+    """Start summing `value` in place over the ranks of `group` (None: all); collective.
 
-    A blocking sum would make all ranks wait for the slowest each time.
+    Returns what waits for the sum, for subsequent work on the device: a blocking sum would make
+    all ranks wait for the slowest each time.
     """
+    work = dist.all_reduce(value, group=group, async_op=True)
+    assert work is not None
 
-    def __init__(self, value: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        """Start summing `value` in place; collective."""
-        self._value = value
-        self._work = dist.all_reduce(value, group=group, async_op=True)
+    def result() -> Tensor:
+        work.wait()
+        return value
 
-    def result(self) -> Tensor:
-        """The sum, for subsequent work on the device."""
-        assert self._work is not None
-        self._work.wait()
-        return self._value
+    return result
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -67,7 +67,7 @@ def exchanged(batch: MicroBatch) -> MicroBatch:
 def probe(setup: EngineSetup) -> MicroBatch:
     """Two rows of two documents each; only the second is trained."""
     half = _DOCUMENT * setup.layout.tp * setup.layout.cp
-    generator = torch.Generator().manual_seed(setup.seed)
+    generator = torch.Generator().manual_seed(setup.recipe.training.seed)
     vocabulary = setup.model_config.get_text_config().vocab_size
     tokens = torch.randint(vocabulary, (2, 2 * half + 1), generator=generator)
     place = torch.arange(2 * half).expand(2, -1)
@@ -92,7 +92,7 @@ def check_context(engine: Any, setup: EngineSetup) -> None:
             whole, other = (engine.log_probs(one) for one in (batch, exchanged(batch)))
     half = tokens.shape[1] // 2
     seen = _size((other - whole)[:, half:])
-    exact = setup.precision == "fp32" and setup.fp8 is None
+    exact = setup.precision == "fp32" and setup.recipe.kernels.fp8 is None
     share, rounding = _EXACT if exact else _ROUNDED
     bound = share * seen + rounding * _size(whole)
     change = _size(split - whole)

@@ -9,14 +9,14 @@ import torch
 from toolkit.batch import MicroBatch
 from toolkit.engines.megatron import config as megatron_config
 from toolkit.errors import RecipeError
-from toolkit.layout import AttentionKernel, Fp8Scaling, Layout, ModelName
+from toolkit.layout import Layout
 from toolkit.models.adapters.lora import Lora, lora_of
 from toolkit.models.families import MegatronModel
 from toolkit.models.frozen import frozen_names
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
 from toolkit.plan.plan import Plan
-from toolkit.recipe.schema import BalanceSection, OptimizerSection, Recipe
+from toolkit.recipe.schema import OptimizerSection, Recipe
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,44 +30,45 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Everything an engine needs, and nothing else of the recipe."""
+    """Everything that an engine is built from."""
 
-    model_config: "PretrainedConfig"
-    weights: "WeightSource"
-    model: ModelName
-    layout: Layout
-    precision: str
-    loss_scale: float | None
-    """See `Plan.loss_scale`."""
-    seed: int
-    optimizer: OptimizerSection
-    ranks: "Ranks"
+    recipe: Recipe
+    plan: Plan
     engine_config: dict[str, Any]
     """The rendered backend configuration (`deepspeed.json`, …); empty for ddp."""
+    ranks: "Ranks"
+    model_config: "PretrainedConfig"
+    weights: "WeightSource"
+    """Initial weights, also of adapters."""
     megatron: MegatronModel | None
     """The model in megatron-core's terms; None for `hf`."""
     objective: Objective
-    frozen: frozenset[str] = frozenset()
+    frozen: frozenset[str]
     """Checkpoint tensors that do not train."""
-    isolates: bool = False
-    """Whether the data isolates the documents of a row by segments."""
-    lora: Lora | None = None
+    lora: Lora | None
     """The model's adapters, whose base is `frozen`."""
-    balance: BalanceSection | None = None
-    """The recipe's `model.balance`."""
-    fp8: Fp8Scaling | None = None
-    """The recipe's `kernels.fp8`."""
-    attention_kernel: AttentionKernel = "sdpa"
-    """See `Plan.attention_kernel`."""
-    deterministic: bool = False
-    """The recipe's `training.deterministic`."""
+
+    @property
+    def layout(self) -> Layout:
+        """The plan's layout."""
+        return self.plan.layout
+
+    @property
+    def precision(self) -> str:
+        """What the engine computes in."""
+        return self.recipe.training.precision
+
+    @property
+    def optimizer(self) -> OptimizerSection:
+        """The recipe's optimizer."""
+        return self.recipe.optimizer
 
     def settle_kernels(self, model: "PreTrainedModel") -> None:
         """Configure a transformers model as planned, before it is sharded or wrapped."""
         from toolkit.models import compiled, fp8, liger
         from toolkit.models import huggingface as hf
 
-        fp8.convert(model, self.fp8)
+        fp8.convert(model, self.recipe.kernels.fp8)
         hf.chunk_loss(model, self.layout.loss)
         compiled.compile_layers(model, self.layout.compile)
         liger.fuse(model, self.layout.fused)
@@ -82,14 +83,14 @@ class EngineSetup:
 
     def ends_of(self, batch: MicroBatch) -> "Tensor | None":
         """`batch.ends` for megatron-core's models; None where a mask isolates documents."""
-        return batch.ends if self.attention_kernel == "varlen" else None
+        return batch.ends if self.plan.attention_kernel == "varlen" else None
 
     def context_group(self) -> "Context | None":
         """The ranks among which the positions of each row are spread; None where a rank has
         them all, or the model spreads them itself, as megatron-core's does. Collective."""
         from toolkit.models.context import Context
 
-        if self.layout.cp == 1 or self.model == "megatron":
+        if self.layout.cp == 1 or self.plan.model == "megatron":
             return None
         return Context.of(self.layout)
 
@@ -133,23 +134,14 @@ class EngineSetup:
         )
         model_config._experts_implementation = EXPERTS[plan.layout.experts]
         return cls(
+            recipe=recipe,
+            plan=plan,
+            engine_config=engine_config,
+            ranks=ranks,
             model_config=model_config,
             weights=weights,
-            model=plan.model,
-            layout=plan.layout,
-            precision=recipe.training.precision,
-            loss_scale=plan.loss_scale,
-            seed=recipe.training.seed,
-            optimizer=recipe.optimizer,
-            ranks=ranks,
-            engine_config=engine_config,
             megatron=megatron,
             objective=recipe.objective(),
             frozen=frozen,
-            isolates=recipe.data.isolates,
             lora=lora,
-            balance=recipe.model.balance,
-            fp8=recipe.kernels.fp8,
-            deterministic=recipe.training.deterministic,
-            attention_kernel=plan.attention_kernel,
         )

@@ -24,7 +24,7 @@ class Missing:
     """Something that a build needs and this machine lacks."""
 
     name: str
-    """Of the tool; of a lock, its operator's."""
+    """Of the tool."""
     what: str
     fix: str
 

@@ -260,13 +260,6 @@ class RunCheckpoints:
             self._warn(f"{folder}, the best checkpoint, is not exported: {problems[0]}")
         return last
 
-    def take(self, found: ResumePoint) -> None:
-        """Continue after a checkpoint from which nothing is loaded: all steps are done."""
-        assert self._saved is not None, "found"
-        self._saved.close()
-        self.saved_at = found.manifest.step
-        self.load_s = 0.0
-
     def load(self, engine: Engine, found: ResumePoint, marks: Marks) -> None:
         """Load the rest of the state into the engine, which was built with the saved
         weights."""

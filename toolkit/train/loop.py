@@ -89,7 +89,7 @@ class TrainingRun:
             try:
                 if self.recipe.follows_validation and progress.step:
                     self._make_up_validation()
-                self.marks.mark(f"step {progress.step + 1}", progress.step)
+                self.marks.begin(f"step {progress.step + 1}", step=progress.step)
                 self.train(reduction)
             except (RunFailed, PeerFailed, Stopped):
                 # Raised on every rank: the save in flight is good.
@@ -159,7 +159,7 @@ class TrainingRun:
                     fix="start the same command again to resume",
                 )
             self.evaluate()
-            self.marks.mark(f"step {progress.step + 1}", progress.step)
+            self.marks.begin(f"step {progress.step + 1}", step=progress.step)
             started += time.perf_counter() - between
 
     def _ends(self) -> bool:
@@ -185,7 +185,7 @@ class TrainingRun:
         """Advance the bar; log (always the first step) and compare replicas when due. Raises
         RunFailed when replicas differ."""
         step, reporter = self.progress.step, self.reporter
-        self.marks.mark(f"logging step {step}", step)
+        self.marks.begin(f"logging step {step}", step=step)
         self._unlogged.append(report)
         if report.sequences == self._layout.global_batch:
             self._seconds.append(report.seconds)
@@ -247,7 +247,7 @@ class TrainingRun:
         progress = self.progress
         if self.recipe.follows_validation and not stopping:
             self.evaluate()
-        self.marks.mark(f"saving step {progress.step}", progress.step)
+        self.marks.begin(f"saving step {progress.step}", step=progress.step)
         self.checkpoints.tell()
         every = self.recipe.checkpoint.every_steps
         self._save_due |= bool(every and progress.step % every == 0)
@@ -277,7 +277,7 @@ class TrainingRun:
         """Validate when due: during training and, where the run depends on it, at the last
         step. A run that continues does what a signal kept it from."""
         step, every = self.progress.step, self.recipe.evaluation.every_steps
-        self.marks.mark(f"validating at step {step}", step)
+        self.marks.begin(f"validating at step {step}", step=step)
         last = step == self.steps and self.recipe.follows_validation
         if last or (every and step % every == 0):
             self._evaluate_now()

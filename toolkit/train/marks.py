@@ -1,6 +1,6 @@
 """Marks of a rank: what it does, from the process's first line to its last, and time limits.
 
-A rank marks what it begins: phases with `Marks.begin`, which rank 0 shows, steps with `mark`.
+A rank marks what it begins with `Marks.begin`; rank 0 shows the phases of its start and end.
 Without a mark within the time limit a rank writes one `hang` event and its stacks, and ends.
 The rank whose event is the first reads all of them and reports who is behind.
 
@@ -17,8 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -48,7 +48,6 @@ Tick = Callable[[int], None]
 NOTICEABLE_S = 1.0
 """In a log file, a phase that lasts longer gets a line, written at that time, not at its
 end."""
-_REFRESH_S = 0.1
 LIBRARIES, WAITING = "loading the libraries", "waiting for the other ranks"
 BUILDING = "building the model"
 
@@ -83,20 +82,6 @@ def collective_limit(limit_s: float) -> timedelta:
     return timedelta(seconds=(_STUCK_LIMITS + 1) * longest_s + 2 * _TELLING_S)
 
 
-@dataclass(frozen=True)
-class Watched:
-    """The run whose ranks have time limits."""
-
-    run: RunDirectory
-    world: int
-    limit_s: float
-    """`launch.hang_timeout_s`."""
-    start_limit_s: float
-    """`launch.start_timeout_s`."""
-    offset: int
-    """See `events_offset`."""
-
-
 class Marks:
     """What one rank does; a context manager of what is shown, which only rank 0 does.
 
@@ -115,9 +100,11 @@ class Marks:
         self._display = _Display(self.console, self.seconds, shows=rank == 0)
         self._count = 0
         """Marks of something else than before: ranks that have as many are equally far."""
-        self._idle_s = self._looked_s = 0.0
-        self._waiting = False
-        self._watched: Watched | None = None
+        self._idle_s = 0.0
+        self._run: RunDirectory | None = None
+        """Where a hang is reported; None until `watch`."""
+        self._world, self._offset = 1, 0
+        self._start_limit_s = self._step_limit_s = START_LIMIT_S
         self._starting = True
         self._log: IO[str] = sys.__stderr__ or sys.stderr
         self._main = threading.get_ident()
@@ -138,23 +125,31 @@ class Marks:
         self._left.set()
         self._thread.join(_TELLING_S)
         faulthandler.cancel_dump_traceback_later()
-        if self._watched is not None:
+        if self._run is not None:
             faulthandler.unregister(STACKS_SIGNAL)
             self._log.close()
 
-    def watch(self, watched: Watched) -> None:
-        """Take the time limits of a run, and report in its files from now on."""
-        watched.run.logs.mkdir(parents=True, exist_ok=True)
-        self._log = watched.run.rank_log(self._rank).open("a", encoding="utf-8")
+    def watch(
+        self, run: RunDirectory, world: int, limit_s: float, start_limit_s: float, offset: int
+    ) -> None:
+        """Take the time limits of a run, and report in its files from now on.
+
+        `limit_s` is `launch.hang_timeout_s`, `start_limit_s` is `launch.start_timeout_s`.
+        `offset`: see `events_offset`.
+        """
+        run.logs.mkdir(parents=True, exist_ok=True)
+        self._log = run.rank_log(self._rank).open("a", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=self._log, all_threads=True)
-        self._watched = watched
+        self._world, self._offset = world, offset
+        self._step_limit_s, self._start_limit_s = limit_s, start_limit_s
+        self._run = run
         self._postpone()
 
     def at_step(self, step: int) -> None:
         """The start has ended, and the run continues from `step`."""
         self.first_step = step
         self._starting = False
-        self.mark("starting", step)
+        self.begin("starting", step=step)
         self._postpone()
 
     @property
@@ -162,15 +157,13 @@ class Marks:
         """Whether this start has completed a step."""
         return self.step > self.first_step
 
-    def mark(self, doing: str, step: int) -> None:
-        """Mark that the rank began or ended something: its time limit restarts."""
-        self.doing, self.step = doing, step
-        self._count += 1
-        self._idle_s = 0.0
-        self._waiting = False
+    def begin(self, doing: str, total: int | None = None, *, step: int | None = None) -> Tick:
+        """Mark what the rank begins, after `step` steps: its time limit restarts.
 
-    def begin(self, doing: str, total: int | None = None) -> Tick:
-        """Begin a phase with a total amount; call the result with the amounts done."""
+        Until `hide` it is shown as a phase with a total amount. Call the result with the
+        amounts done.
+        """
+        self.step = self.step if step is None else step
         self._hear(doing)
         progress = self._display.begin(doing, total)
 
@@ -181,11 +174,11 @@ class Marks:
         return tick
 
     def _hear(self, doing: str) -> None:
-        """Mark a phase. Ranks that wait for rank 0, which has a limit itself, have none. Of
-        progress in a phase, ranks have different amounts: it is not counted."""
-        self._count -= doing == self.doing
-        self.mark(doing, self.step)
-        self._waiting = doing == WAITING and self._rank != 0
+        """Restart the time limit. Progress in what is done already does not count: ranks have
+        different amounts of it."""
+        self._count += doing != self.doing
+        self.doing = doing
+        self._idle_s = 0.0
 
     def track(self, items: Iterable[Item], title: str) -> Iterator[Item]:
         """Iterate over the `items` as a phase."""
@@ -210,27 +203,13 @@ class Marks:
     @property
     def _limit_s(self) -> float:
         """Limit of what the rank does now."""
-        if self._watched is None:
-            return START_LIMIT_S
         if self._starting:
-            return self._watched.start_limit_s
-        return self._watched.limit_s * (1 if self.has_stepped else _FIRST_STEP_LIMITS)
+            return self._start_limit_s
+        return self._step_limit_s * (1 if self.has_stepped else _FIRST_STEP_LIMITS)
 
-    @property
-    def _beat_s(self) -> float:
-        return min(self._limit_s / _BEATS_PER_LIMIT, _LONGEST_BEAT_S)
-
-    @property
-    def _look_s(self) -> float:
-        return min(self._limit_s / _BEATS_PER_LIMIT, _LONGEST_LOOK_S)
-
-    def _may_look(self, limit_s: float) -> bool:
-        """Whether it is time to look whether another rank has reported a hang."""
-        self._looked_s += self._beat_s
-        if self._idle_s < _JOINING_SHARE * limit_s or self._looked_s < self._look_s:
-            return False
-        self._looked_s = 0.0
-        return True
+    def _every_s(self, longest_s: float) -> float:
+        """Time between two beats, or looks: short against the limit."""
+        return min(self._limit_s / _BEATS_PER_LIMIT, longest_s)
 
     def _postpone(self) -> None:
         """Postpone the exit by faulthandler's thread."""
@@ -238,56 +217,62 @@ class Marks:
         faulthandler.dump_traceback_later(limit_s, exit=True, file=self._log)
 
     def _watch(self) -> None:
-        while not self._left.wait(beat_s := self._beat_s):
+        looked_s = 0.0
+        while not self._left.wait(beat_s := self._every_s(_LONGEST_BEAT_S)):
             self._postpone()
             self._idle_s += beat_s
-            limit_s = self._limit_s
-            if self._idle_s >= limit_s and not self._waiting:
+            looked_s += beat_s
+            # Ranks that wait for rank 0, which has a limit itself, have none.
+            waits = self.doing == WAITING and self._rank != 0
+            if self._idle_s >= self._limit_s and not waits:
                 self._end_hung()
-            if self._watched is not None and self._may_look(limit_s) and self._hangs():
-                self._end_hung()
+            joins = self._idle_s >= _JOINING_SHARE * self._limit_s
+            if joins and looked_s >= self._every_s(_LONGEST_LOOK_S):
+                looked_s = 0.0
+                if self._hangs():
+                    self._end_hung()
 
     def _hangs(self) -> list[dict[str, Any]]:
         """The `hang` events of this start."""
-        if self._watched is None:
-            return []
         with suppress(OSError):
-            return hangs_after(self._watched.run.path, self._watched.offset)
+            return hangs_after(self._run.path, self._offset) if self._run else []
         return []
 
     def _end_hung(self) -> None:
         """Write the event, then the stacks; the first rank names the hung ones when the others
-        have had time to write theirs."""
-        limit_s, idle_s = self._limit_s, self._idle_s
-        pause_s = 3 * self._look_s + _PAUSE_S
+        have had time to write theirs. Launchers show the end of the log, which is its message.
+        """
+        pause_s = 3 * self._every_s(_LONGEST_LOOK_S) + _PAUSE_S
+        limit = f"{self._limit_s:g} s" + " (launch.start_timeout_s)" * self._starting
         try:
             self._end_within(pause_s + 2 * _TELLING_S)
             self._write(
                 "hang", doing=self.doing, where=_innermost(self._main), marks=self._count,
-                idle_s=round(idle_s, 3),
+                idle_s=round(self._idle_s, 3),
             )  # fmt: skip
             self._dump()
             time.sleep(pause_s)
             hangs = self._hangs()
-            if not hangs or hangs[0].get("rank") == self._rank:
-                self._report(limit_s, hangs)
-            time.sleep(2 * _PAUSE_S)
+            if hangs and hangs[0].get("rank") != self._rank:
+                time.sleep(2 * _PAUSE_S)
+                return
+            message = f"hang: nothing done for {limit}{self._who(hangs)}"
+            for file in dict.fromkeys((self._log, sys.stderr)):
+                tell(f"error: {message}", file)
+            self._write("end", exit_code=EXIT_FAILED, error=message)
         finally:
             os._exit(EXIT_FAILED)
 
-    def _report(self, limit_s: float, hangs: list[dict[str, Any]]) -> None:
-        """Say which ranks hang, as far as their files are on this machine's disk."""
-        limit = f"{limit_s:g} s" + " (launch.start_timeout_s)" * self._starting
-        if self._watched is None or not hangs:
-            self._end(f"hang: nothing done for {limit} in {self.doing}")
-            return
-        run = self._watched.run
-        near = [rank for rank in range(self._watched.world) if run.rank_log(rank).exists()]
-        message = f"hang: nothing done for {limit}; {hang_of(hangs, near).message}"
-        message += f"\n  the ranks' stacks are in {run.logs}/rank-*.log"
+    def _who(self, hangs: list[dict[str, Any]]) -> str:
+        """Which ranks hang, as far as their files are on this machine's disk."""
+        run = self._run
+        if run is None or not hangs:
+            return f" in {self.doing}"
+        near = [rank for rank in range(self._world) if run.rank_log(rank).exists()]
+        stacks = f"\n  the ranks' stacks are in {run.logs}/rank-*.log"
         if list(run.logs.glob("nccl_trace_rank_*")):
-            message += f", their collectives: torchfrtrace {run.logs}"
-        self._end(message)
+            stacks += f", their collectives: torchfrtrace {run.logs}"
+        return f"; {hang_of(hangs, near).message}{stacks}"
 
     def _end_within(self, seconds: float) -> None:
         """Exit at that time in any case."""
@@ -296,30 +281,18 @@ class Marks:
         last_resort.daemon = True
         last_resort.start()
 
-    def _end(self, message: str) -> None:
-        """Stacks, then the message: launchers show the end of the log."""
-        try:
-            self._end_within(_TELLING_S)
-            self._dump()
-            for file in dict.fromkeys((self._log, sys.stderr)):
-                tell(f"error: {message}", file)
-            self._write("end", exit_code=EXIT_FAILED, error=message)
-        finally:
-            os._exit(EXIT_FAILED)
-
     def _write(self, kind: Any, **fields: Any) -> None:
-        if self._watched is not None:
-            events = EventLog(self._watched.run.events)
-            events.write(kind, rank=self._rank, step=self.step, **fields)
+        if self._run is not None:
+            EventLog(self._run.events).write(kind, rank=self._rank, step=self.step, **fields)
 
     def _dump(self) -> None:
         """Write the stacks, and NCCL's last collectives where it has any."""
         with suppress(OSError, ValueError):
             faulthandler.dump_traceback(self._log, all_threads=True)
         collectives: Any = sys.modules.get("torch._C._distributed_c10d")
-        if self._watched is not None and hasattr(collectives, "_dump_nccl_trace"):
+        if self._run is not None and hasattr(collectives, "_dump_nccl_trace"):
             with suppress(Exception):
-                file = self._watched.run.logs / f"nccl_trace_rank_{self._rank}"
+                file = self._run.logs / f"nccl_trace_rank_{self._rank}"
                 file.write_bytes(collectives._dump_nccl_trace())
 
 
@@ -364,27 +337,19 @@ class _Display:
             self._bar = None
 
     def begin(self, doing: str, total: int | None) -> Tick:
-        done, refreshed, bar = 0, 0.0, self._bar
-        if self._open:
-            self._end()
-            self._doing, self._began = doing, time.monotonic()
-            if bar is None:
-                self._line = threading.Timer(NOTICEABLE_S, tell, (doing, self._console.file))
-                self._line.daemon = True
-                self._line.start()
-        if bar is not None:
-            for task in bar.task_ids:
-                bar.remove_task(task)
-            task = bar.add_task(printable(doing), total=total)
-
-        def tick(amount: int) -> None:
-            nonlocal done, refreshed
-            done += amount
-            if bar is not None and (now := time.monotonic()) - refreshed > _REFRESH_S:
-                refreshed = now
-                bar.update(task, completed=done)
-
-        return tick
+        if not self._open:
+            return lambda _: None
+        self._end()
+        self._doing, self._began = doing, time.monotonic()
+        bar = self._bar
+        if bar is None:
+            self._line = threading.Timer(NOTICEABLE_S, tell, (doing, self._console.file))
+            self._line.daemon = True
+            self._line.start()
+            return lambda _: None
+        for task in bar.task_ids:
+            bar.remove_task(task)
+        return partial(bar.advance, bar.add_task(printable(doing), total=total))
 
     def _end(self) -> None:
         if self._line is not None:

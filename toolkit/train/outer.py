@@ -12,11 +12,10 @@ import math
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, Future, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from os import environ
-from threading import Thread
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -79,35 +78,6 @@ def place(settings: OuterSection) -> tuple[int, str]:
     return settings.replica, lighthouse
 
 
-class OuterShard(StateShard):
-    """A shard of the engine inside, with the outer loop's anchor and momentum."""
-
-    def __init__(self, shard: StateShard, outer: dict[str, Tensor]) -> None:
-        super().__init__(shard.blocks, outer, saved_here=shard.saved_here)
-        self.inside = shard
-        self.in_memory = shard.in_memory
-
-    @property
-    def quantities(self) -> tuple[str, ...]:
-        return (*self.inside.quantities, *self._values)
-
-    @property
-    def trains(self) -> bool:
-        return self.inside.trains
-
-    def get(self, quantity: str) -> Tensor:
-        if quantity not in self._values:
-            return self.inside.get(quantity)
-        kept = self._values[quantity]
-        return kept if self.in_memory else kept.clone()
-
-    def put(self, quantity: str, values: Tensor) -> None:
-        if quantity in self._values:
-            super().put(quantity, values)
-        else:
-            self.inside.put(quantity, values)
-
-
 class OuterEngine:
     """An engine that exchanges weights with the other replicas after every few steps.
 
@@ -127,7 +97,7 @@ class OuterEngine:
         self._anchors = [_on_host(shard.get("weight")) for shard in self._shards()]
         self._momenta = [torch.zeros_like(anchor) for anchor in self._anchors]
         self._alike = self._fingerprint()
-        self._threads = _Threads()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="outer")
         self._works: list[Any] = []
         """The exchange on its way: of a weight, and each Δ."""
         self._deltas: list[Tensor] = []
@@ -183,9 +153,7 @@ class OuterEngine:
                 raise RunFailed(f"no lighthouse at {lighthouse}: {error}", fix=fix) from error
 
         first = together.run(lambda: manager() if ranks.rank == 0 else None)
-        found = together.run(lambda: first or manager())
-        found._executor = self._threads  # its own one waits at exit for other replicas
-        return found
+        return together.run(lambda: first or manager())
 
     def _shards(self) -> Iterator[StateShard]:
         """The shards of the engine inside whose weights train."""
@@ -357,7 +325,7 @@ class OuterEngine:
 
     def _wait(self, call: Callable[[], Any], doing: str) -> bool:
         """Wait until `call` has returned on every rank. False: a stop was requested before."""
-        waiting = self._threads.submit(call)
+        waiting = self._thread.submit(call)
         while True:
             wait([waiting], _MARK_S)
             waits, stops = self._most([not waiting.done(), self._start.stop.requested()])
@@ -367,7 +335,7 @@ class OuterEngine:
             if stops:
                 self._start.stop.agreed = True
                 return False
-            self._start.marks.mark(doing, self._step)
+            self._start.marks.begin(doing, step=self._step)
 
     def _finish(self) -> bool:
         """Wait for the exchange, move the anchor, and the weights by as much. False: a replica
@@ -391,36 +359,16 @@ class OuterEngine:
         return True
 
     def state(self) -> Iterator[StateShard]:
-        """The shards of the engine, those that are exchanged with anchor and momentum."""
-        outer = zip(self._anchors, self._momenta, strict=True)
-        for shard in self._engine.state():
-            if self._exchanges(shard):
-                values = dict(zip(OUTER_QUANTITIES, next(outer), strict=True))
-                yield OuterShard(shard, values)
-            else:
-                yield shard
+        """The shards of the engine, and anchors and momenta of those that are exchanged."""
+        yield from self._engine.state()
+        for shard, *outer in zip(self._shards(), self._anchors, self._momenta, strict=True):
+            values = dict(zip(OUTER_QUANTITIES, outer, strict=True))
+            yield StateShard(shard.blocks, values, saved_here=shard.saved_here)
 
     def close(self) -> None:
         """Leave the other replicas."""
         self._manager.shutdown(wait=False)
         self._engine.close()
-
-
-class _Threads(Executor):
-    """Threads for calls that may never return; the process ends without them."""
-
-    def submit(self, call: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        """See `Executor.submit`."""
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(call(*arguments, **named))
-            except BaseException as error:  # noqa: BLE001 - raised where the result is taken
-                future.set_exception(error)
-
-        Thread(target=run, name="outer", daemon=True).start()
-        return future
 
 
 def _torchft(call: Callable[[], Any]) -> Any:

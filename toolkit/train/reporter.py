@@ -86,10 +86,6 @@ class Reporter:
         )
         self.progress.message(f"stopped early at step {step}: {history.reason}")
 
-    def finish(self) -> None:
-        """Let all trackers post the remaining values."""
-        self.trackers.finish(TRACKER_GRACE_S)
-
 
 def mean_of(results: Sequence[EvalResult]) -> EvalResult:
     """The combined results of several sources, weighted by tokens."""

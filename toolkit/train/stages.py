@@ -35,7 +35,7 @@ from toolkit.train.loop import TrainingRun
 from toolkit.train.marks import BUILDING, CountedWeights, collective_limit
 from toolkit.train.outer import OuterEngine, ReplicaOrder, place
 from toolkit.train.reference import RunReference
-from toolkit.train.reporter import Reporter
+from toolkit.train.reporter import TRACKER_GRACE_S, Reporter
 from toolkit.train.start import Start
 from toolkit.train.step_reduction import StepReduction
 
@@ -46,7 +46,6 @@ def work(start: Start) -> None:
     checkpoints = _checkpoints(start, config, data)
     found = start.together.run(lambda: checkpoints.find(config, start.marks))
     if found and start.together.rank_zero(lambda: checkpoints.have_ended(found, steps)):
-        checkpoints.take(found)
         start.progress.continue_at(found.manifest)
         _watch(start, steps, checkpoints)
         _close(start, checkpoints, None)
@@ -209,7 +208,7 @@ def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter
         events.write("load", step=step, seconds=round(checkpoints.load_s, 3))
     bar = ProgressReport(steps, step, marks.console)
     reporter = Reporter(start.directory, start.recipe, events, step, bar)
-    start.at_end.callback(reporter.finish)
+    start.at_end.callback(reporter.trackers.finish, TRACKER_GRACE_S)
     return reporter
 
 

@@ -11,7 +11,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.train.all_ranks import AllRanks
-from toolkit.train.marks import Marks, Watched
+from toolkit.train.marks import Marks
 from toolkit.train.progress import Progress
 from toolkit.train.signals import StopRequest
 from toolkit.train.split import BatchSplit
@@ -43,7 +43,7 @@ class Start:
         stop = StopRequest(run.stop if ranks.rank == 0 else None)
         offset = events_offset(run.path)
         limits = launch.hang_timeout_s, launch.start_timeout_s
-        marks.watch(Watched(run, ranks.world, *limits, offset))
+        marks.watch(run, ranks.world, *limits, offset)
         split = BatchSplit(assignment.plan.layout)
         return cls(assignment, ranks, together, marks, stop, offset, split)
 
@@ -71,8 +71,3 @@ class Start:
     def leads(self) -> bool:
         """Whether this is rank 0, which writes the run's own files."""
         return self.ranks.rank == 0
-
-    @property
-    def doing(self) -> str:
-        """What this rank began last."""
-        return self.marks.doing

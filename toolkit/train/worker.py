@@ -148,7 +148,7 @@ def _explained(error: Exception, start: Start | None) -> Exception:
         return error
     if mistake := deterministic.as_users_mistake(error):
         return mistake
-    doing = start.doing if start is not None else "starting"
+    doing = start.marks.doing if start is not None else "starting"
     stepped = start is not None and start.marks.has_stepped
     explained = out_of_memory(error, doing, retry=stepped)
     if explained is not None:

@@ -20,6 +20,7 @@ from toolkit.engines.base import (
     StepResult,
     refusal,
 )
+from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.models import build_model, import_deepspeed
 from toolkit.engines.deepspeed.state import (
     follow_masters,
@@ -33,7 +34,7 @@ from toolkit.engines.deepspeed.state import (
     zeroed,
 )
 from toolkit.engines.deepspeed.veto import Veto, let_skip
-from toolkit.engines.distributed import RunningSum, to_device
+from toolkit.engines.distributed import running_sum, to_device
 from toolkit.engines.owners import (
     OwnerOptimizer,
     bind,
@@ -56,6 +57,8 @@ class DeepSpeedEngine(totals.LogProbEngine):
         self.copies = setup.layout.dp * setup.layout.cp
         self.copy = setup.ranks.rank // setup.layout.tp
         self.stage = setup.layout.zero_stage
+        if ops.required_ops(setup.engine_config):
+            ops.use_own_folder()
         deepspeed = import_deepspeed()
         if self.device.type == "cuda":
             # The GPU that DeepSpeed uses. A scheduler may expose one GPU per rank, as device 0;
@@ -147,16 +150,16 @@ class DeepSpeedEngine(totals.LogProbEngine):
             balance.follow(loss, count)
             sums += parts / count / self.setup.layout.cp
             if last:
-                joint_sums = RunningSum(sums, self.data_group)
+                joint_sums = running_sum(sums, self.data_group)
                 balance.sum_up()
-                self.veto.judge(joint_sums.result, max_loss, self.optimizer)
+                self.veto.judge(joint_sums, max_loss, self.optimizer)
             # DeepSpeed averages gradients over its data-parallel ranks; the loss is a sum.
             self.engine.backward(loss / count * self.copies, scale_wrt_gas=False)
             if last and self.plain:
                 norm = self._plain_norm()
             self.engine.step()
         applied = self.engine.was_step_applied()
-        mean_loss, *metrics, norm = self._read(joint_sums.result(), norm)
+        mean_loss, *metrics, norm = self._read(joint_sums(), norm)
         norm /= loss_scale
         skipped = refusal(count, mean_loss, max_loss)
         self.veto.end_step(skipped is not None, applied, self.optimizer)

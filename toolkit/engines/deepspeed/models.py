@@ -93,7 +93,7 @@ class TrainedModel:
 
 def build_model(setup: EngineSetup, context: Context | None) -> TrainedModel:
     """The model that the plan names, filled with its initial weights; collective."""
-    if setup.model == "megatron":
+    if setup.plan.model == "megatron":
         return MegatronShard(setup)
     return TransformersModel(setup, context)
 
@@ -143,11 +143,13 @@ class MegatronShard(TrainedModel):
         from toolkit.models.adapters.megatron import attach
         from toolkit.models.megatron import model, weights
 
-        model.join_groups(setup.layout, setup.seed)
+        model.join_groups(setup.layout, setup.recipe.training.seed)
         self.config = setup.model_config
         assert setup.megatron is not None
         self.model, self.ends_of = setup.megatron, setup.ends_of
-        rendered = render_model(self.model, setup.layout, setup.precision, setup.deterministic)
+        rendered = render_model(
+            self.model, setup.layout, setup.precision, setup.recipe.training.deterministic
+        )
         self.chunks = model.build_chunks(self.model, **rendered, layout=setup.layout)
         self.module = self.chunks[0]
         self.balance = Balance(setup)  # None: models with experts use another engine

@@ -4,28 +4,29 @@ DeepSpeed compiles an op at its first use, on every rank, silently, through
 `torch.utils.cpp_extension`. That has three traps: a missing compiler shows as a traceback in
 the middle of start-up; a build takes minutes in silence; and a build that was killed
 leaves a `lock` file behind, for which later runs wait indefinitely. So ops are checked and
-built before the run starts. Nothing here imports torch or DeepSpeed: `python -m
-toolkit.engines.deepspeed.ops OP` builds in a separate process.
+built before the run starts, by one process at a time, in a folder that only DMT uses. Nothing
+here imports torch or DeepSpeed: `python -m toolkit.engines.deepspeed.ops OP` builds in a
+separate process.
 """
 
-import glob
+import fcntl
 import importlib
 import importlib.util
 import os
 import runpy
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
@@ -37,7 +38,7 @@ from toolkit.system.compilers import (
     compiler,
     missing_compiler,
     missing_headers,
-    user_cache,
+    private_folder,
 )
 from toolkit.system.interpreter import python
 
@@ -53,8 +54,8 @@ BUILDERS = {
 BUILD_LIMIT_S = 1800.0
 """Time limit of a build: the slowest, async_io, takes minutes."""
 
-OLD_LOCK_S = 600.0
-"""Age at which a lock counts as stale if its holder cannot be determined."""
+LOADING_S = 60.0
+"""A rank that loads a built op holds torch's lock for less than that."""
 
 TOOLS = (CPP, "ninja", HEADERS, "libaio")
 """What building an op may need, besides CUDA's compiler."""
@@ -63,6 +64,8 @@ ON_GPU = ("fused_adam", "async_io", "quantizer")
 """Ops that are built against CUDA; CPU ops never are."""
 
 _POLL_S = 0.2
+_TURN, _BUILT = "dmt-building", "dmt-built"
+"""Files in the folder of an op: locked while a process builds it, and there once it is."""
 
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_destroy(c); }\n"
 
@@ -88,17 +91,11 @@ def required_ops(config: Mapping[str, Any]) -> tuple[str, ...]:
 def preflight(ops: Sequence[str]) -> None:
     """Make sure that `ops` can be built and loaded here, before anything starts.
 
-    Raises BackendUnavailable naming everything that is missing and every lock that a
-    killed build left behind, each with its fix. Ops that are built already are checked
-    too: loading one runs ninja again.
+    Raises BackendUnavailable naming everything that is missing, each with its fix. Ops that are
+    built already are checked too: loading one runs ninja again.
     """
     ops = compiled_at_start(ops) if ops else ()
-    if ops:
-        _demand_nothing(ops, [*missing_tools(ops), *stale_locks(ops)])
-
-
-def _demand_nothing(ops: Sequence[str], missing: Sequence[Missing]) -> None:
-    if missing:
+    if missing := [*missing_tools(ops)] if ops else []:
         raise BackendUnavailable(
             f"DeepSpeed must compile {', '.join(ops)} for this run, but "
             + "; ".join(item.what for item in missing),
@@ -131,46 +128,81 @@ def build(
     fails or takes longer than `limit_s` seconds; its log is kept and named.
     """
     for op in compiled_at_start(ops) if ops else ():
-        _wait_for_others(op, report, limit_s)
-        if not is_built(op):
-            report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
-            start = time.monotonic()
-            _build(op, limit_s)
-            _stamp(op).write_text(_environment(), encoding="utf-8")
-            report(f"built DeepSpeed op {op} in {time.monotonic() - start:.0f} s")
+        if is_built(op) and not (build_folder(op) / "lock").exists():
+            continue
+        with _turn(op, report, limit_s) as turn:
+            if not is_built(op):
+                report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
+                start = time.monotonic()
+                _build(op, turn, limit_s)
+                report(f"built DeepSpeed op {op} in {time.monotonic() - start:.0f} s")
 
 
-def is_built(op: str) -> bool:
-    """Whether `op` was last built for the torch and DeepSpeed of this environment:
-    environments share the folder, and torch compiles again at the first use what was compiled
-    for another one."""
-    library, stamp = build_folder(op) / f"{op}.so", _stamp(op)
-    return (
-        library.is_file()
-        and stamp.is_file()
-        and stamp.read_text(encoding="utf-8") == _environment()
-    )
+def use_own_folder() -> Path:
+    """Let torch build and find ops of this environment in a folder of their own: torch compiles
+    again at the first use what was compiled for another one.
 
-
-def _stamp(op: str) -> Path:
-    return build_folder(op) / "dmt_built_for"
-
-
-def _environment() -> str:
-    """What a built op depends on."""
-    return f"torch {version('torch')}, deepspeed {version('deepspeed')}, {sys.prefix}"
+    For this process and its children; returns the folder. Raises as `private_folder` does.
+    """
+    built_for = f"torch {version('torch')}, deepspeed {version('deepspeed')}, {sys.prefix}"
+    name = f"dmt-{sha256(built_for.encode()).hexdigest()[:16]}"
+    stated = os.environ.get("TORCH_EXTENSIONS_DIR")
+    folder = Path(stated) if stated else private_folder("operators", name)
+    folder = folder if folder.name == name else folder / name
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(folder)
+    return folder
 
 
 def build_folder(op: str) -> Path:
-    """Where torch builds `op`: `torch.utils.cpp_extension` decides it the same way.
+    """Where torch builds `op`."""
+    return use_own_folder() / op
 
-    Raises BackendUnavailable where that depends on a torch that is not installed.
+
+def is_built(op: str) -> bool:
+    """Whether a build of `op` was completed."""
+    return (build_folder(op) / _BUILT).exists()
+
+
+@contextmanager
+def _turn(op: str, report: Callable[[str], None], limit_s: float) -> Iterator[IO[bytes]]:
+    """Context in which no other process builds `op`, with the file that this one has locked.
+
+    A build inherits the file, and with it the lock, if its launcher is killed.
     """
-    root = os.environ.get("TORCH_EXTENSIONS_DIR")
-    if root is not None:
-        return Path(root) / op
-    python = f"py{sys.version_info.major}{sys.version_info.minor}{sys.abiflags}"
-    return user_cache() / "torch_extensions" / f"{python}_{torch_accelerator()}" / op
+    folder, deadline = build_folder(op), time.monotonic() + limit_s
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / _TURN).open("wb") as turn:
+        if not _locked(turn):
+            report(f"waiting for another process that builds DeepSpeed op {op}…")
+        while not _locked(turn):
+            if time.monotonic() > deadline:
+                raise BackendUnavailable(
+                    f"another process has been building DeepSpeed op {op} for {limit_s:.0f} s",
+                    fix=f"end that process: `fuser {shlex.quote(turn.name)}` names it",
+                )
+            time.sleep(_POLL_S)
+        _remove_torchs_lock(op)
+        yield turn
+
+
+def _locked(file: IO[bytes]) -> bool:
+    """Whether this process has the lock of a file, which ends with the processes that have it
+    open."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _remove_torchs_lock(op: str) -> None:
+    """Remove the lock that a killed build left. A rank that loads a built op has it for a
+    moment."""
+    lock = build_folder(op) / "lock"
+    with suppress(FileNotFoundError):
+        while is_built(op) and time.time() - lock.stat().st_mtime < LOADING_S:
+            time.sleep(_POLL_S)
+        lock.unlink()
 
 
 def torch_accelerator() -> str:
@@ -240,60 +272,7 @@ def _libaio_links(compiler: Sequence[str]) -> bool:
     return result.returncode == 0
 
 
-def stale_locks(ops: Sequence[str]) -> Iterator[Missing]:
-    """Locks that killed builds of `ops` left behind."""
-    for op in ops:
-        lock = build_folder(op) / "lock"
-        # It may have been released meanwhile.
-        if lock.exists() and not _is_held(lock) and lock.exists():
-            yield Missing(
-                op,
-                f"a build of {op} that was killed left its lock {lock}, for which DeepSpeed "
-                "would wait indefinitely (no process on this machine holds it, or it is "
-                f"another user's, older than {OLD_LOCK_S:.0f} s)",
-                f"rm {shlex.quote(str(lock))}",
-            )
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a live build holds the lock: torch keeps the file open while it builds.
-
-    If the lock is another user's, or there is no /proc, its age decides.
-    """
-    try:
-        status = lock.stat()
-    except FileNotFoundError:
-        return False
-    if status.st_uid != os.getuid() or not Path("/proc/self/fd").is_dir():
-        return time.time() - status.st_mtime < OLD_LOCK_S
-    return any(os.path.samestat(status, held) for held in _open_files())
-
-
-def _open_files() -> Iterator[os.stat_result]:
-    """Every file that a process has open; other users' processes show none."""
-    for descriptor in glob.iglob("/proc/[0-9]*/fd/*"):  # noqa: PTH207 - passes over the gone
-        with suppress(OSError):
-            yield Path(descriptor).stat()
-
-
-def _wait_for_others(op: str, report: Callable[[str], None], limit_s: float) -> None:
-    """Wait while another process builds `op`."""
-    lock = build_folder(op) / "lock"
-    deadline = time.monotonic() + limit_s
-    if lock.exists() and _is_held(lock):
-        report(f"waiting for another process that builds DeepSpeed op {op}…")
-    while lock.exists():
-        _demand_nothing([op], [*stale_locks([op])])
-        if time.monotonic() > deadline:
-            raise BackendUnavailable(
-                f"another process has been building DeepSpeed op {op} for {limit_s:.0f} s "
-                f"(lock {lock})",
-                fix=f"end that process; if there is none: rm {shlex.quote(str(lock))}",
-            )
-        time.sleep(_POLL_S)
-
-
-def _build(op: str, limit_s: float) -> None:
+def _build(op: str, turn: IO[bytes], limit_s: float) -> None:
     """Compile one op in a separate process; its log is removed only on success.
 
     The build of a launcher that is stopped goes on, and the next run finds it; Ctrl-C ends
@@ -306,6 +285,7 @@ def _build(op: str, limit_s: float) -> None:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            pass_fds=(turn.fileno(),),
         )
         try:
             code = process.wait(limit_s)
@@ -315,7 +295,6 @@ def _build(op: str, limit_s: float) -> None:
                     one.kill()
             process.kill()
             process.wait()
-            (build_folder(op) / "lock").unlink(missing_ok=True)
             raise _failed(op, f"took longer than {limit_s:.0f} s", Path(name)) from error
     if code != 0:
         raise _failed(op, f"failed (exit code {code})", Path(name))
@@ -337,9 +316,8 @@ def _build_here(op: str) -> None:
     """Compile and load `op` in this process, for the accelerator that a run here uses."""
     accelerator = importlib.import_module("deepspeed.accelerator").get_accelerator()
     accelerator.create_op_builder(BUILDERS[op]).load(verbose=True)
+    (build_folder(op) / _BUILT).touch()
 
 
 if __name__ == "__main__":
-    # `timeout` and Slurm signal all processes: torch releases its lock only if it is unwound.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     _build_here(sys.argv[1])

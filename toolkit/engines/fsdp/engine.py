@@ -38,7 +38,7 @@ from toolkit.engines.base import (
     StepResult,
     refusal,
 )
-from toolkit.engines.distributed import RunningSum, joint_norm, to_device
+from toolkit.engines.distributed import joint_norm, running_sum, to_device
 from toolkit.engines.fsdp import config as fsdp_config
 from toolkit.engines.owners import bind, local, new_optimizer, owned_by, owner_shards
 from toolkit.engines.setup import EngineSetup
@@ -210,12 +210,12 @@ class FsdpEngine(totals.LogProbEngine):
             self.balance.follow(loss, count)
             sums += parts / count / self.setup.layout.cp
             if last:
-                joint_sums = RunningSum(sums)
+                joint_sums = running_sum(sums)
                 self.balance.sum_up()
             # Gradients are averaged over ranks; the loss is a sum over them.
             torch.autograd.backward(self.scaler.scale(loss / count * self.world))
         self.scaler.unscale_(self.optimizer)
-        values = torch.cat([joint_sums.result(), self.gradient_norm()[None]]).tolist()
+        values = torch.cat([joint_sums(), self.gradient_norm()[None]]).tolist()
         mean_loss, *metrics, norm = values
         skipped = refusal(count, mean_loss, max_loss, norm)
         if skipped is None:
@@ -323,7 +323,7 @@ def loss_scaler(setup: EngineSetup) -> torch.amp.GradScaler:
     """torch's scaler of the loss; it does nothing unless in fp16."""
     return torch.amp.GradScaler(
         setup.ranks.device.type,
-        init_scale=setup.loss_scale or 2.0**16,
+        init_scale=setup.plan.loss_scale or 2.0**16,
         enabled=setup.precision == "fp16",
     )
 

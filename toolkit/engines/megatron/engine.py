@@ -65,7 +65,7 @@ class MegatronEngine(Engine):
         self.device = setup.ranks.device
         self._ungathered = True
         """The optimizer has changed weights that other ranks have not received yet."""
-        join_groups(setup.layout, setup.seed)
+        join_groups(setup.layout, setup.recipe.training.seed)
         assert (
             setup.layout.data_rank(setup.ranks.rank) == parallel_state.get_data_parallel_rank()
         ), "DMT and megatron-core number the ranks alike"
@@ -204,7 +204,7 @@ class MegatronEngine(Engine):
         self.optimizer.zero_grad()
         self._count = count
         self.balance.begin_step(micro_batches)
-        if self.setup.balance is not None:
+        if self.setup.recipe.model.balance is not None:
             # Gradients are divided by the count when they are reduced.
             scale = self.balance.scale.new_tensor(count)
             self.balance.scale_by(self.optimizer.scale_loss(scale))
