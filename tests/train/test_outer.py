@@ -148,17 +148,16 @@ def simulate(project: Project, *, delayed: bool) -> tuple[list[list[float]], dic
     return losses, dict(replicas[0].model.named_parameters())
 
 
-def run_both(project: Project, prefix: str, changes: dict[str, Any], stack: ExitStack) -> Both:
-    """Two replicas that have started, and their run directories."""
-    names = [f"{prefix}{number}" for number in (0, 1)]
-    commands = [
-        project.command(name, {**changes, "parallel.outer.replica": number})
-        for number, name in enumerate(names)
-    ]
-    return (
-        [stack.enter_context(started(command, project.folder)) for command in commands],
-        [project.folder / name for name in names],
-    )
+def run_both(
+    project: Project, changes: dict[str, Any], stack: ExitStack, fault: str = ""
+) -> Both:
+    """Two replicas that have started, the second with a `fault`, and their run directories."""
+    commands = []
+    for number, faults in enumerate(("", fault)):
+        argv = project.command(f"run{number}", {**changes, "parallel.outer.replica": number})
+        env = {"DMT_FAILPOINTS": faults}
+        commands.append(stack.enter_context(started(argv, project.folder, env)))
+    return commands, [project.folder / f"run{number}" for number in (0, 1)]
 
 
 def end_both(commands: list[Command], code: int = 0) -> None:
@@ -175,7 +174,7 @@ def test_two_replicas_are_the_plain_simulation(
     changes = {**SETTINGS, "parallel.outer.overlap": overlap}
     with ExitStack() as stack:
         place = {"parallel.outer.lighthouse": lighthouse}
-        commands, runs = run_both(own_project, "run", {**changes, **place}, stack)
+        commands, runs = run_both(own_project, {**changes, **place}, stack)
         end_both(commands)
     losses, expected = simulate(own_project, delayed=overlap == "delayed")
     for run, plain in zip(runs, losses, strict=True):
@@ -203,7 +202,6 @@ def test_replicas_that_differ_are_refused(own_project: Project, lighthouse: str)
 
 END = 60
 LONG = {**SETTINGS, "training.steps": END, "launch.max_restarts": 3}
-MEETING = "meeting the other replicas"
 
 
 def exchanges(run: Path) -> list[int]:
@@ -219,17 +217,23 @@ def test_a_killed_replica_comes_back(own_project: Project) -> None:
         # Less than a restart takes, even of warm ranks.
         lighthouse = stack.enter_context(a_lighthouse(patience_s=1.0))
         place = {"parallel.outer.lighthouse": lighthouse}
-        commands, runs = run_both(own_project, "run", {**changes, **place}, stack)
+        commands, runs = run_both(own_project, {**changes, **place}, stack)
         commands[1].wait_for(lambda: steps_logged(runs[1]) >= 10, "step 10")
-        meetings = commands[1].printed().count(MEETING)
-        for rank in commands[1].ranks().values():
+        killed = commands[1].ranks()
+        for rank in killed.values():
             rank.kill()
         commands[0].wait_for(lambda: 1 in exchanges(runs[0]), "an exchange alone")
-        # However long the restart takes: until then, the other one must not come to its end.
+        # However long the restart takes, the other one must not come to its end before.
         others = commands[0].ranks().values()
         for rank in others:
             rank.suspend()
-        commands[1].wait_for(lambda: commands[1].printed().count(MEETING) > meetings, MEETING)
+        commands[1].wait_for(
+            lambda: (
+                commands[1].ranks().get(0, killed[0]) != killed[0]
+                and meets(commands[1].ranks()[0], lighthouse)
+            ),
+            "the second start",
+        )
         for rank in others:
             rank.resume()
         end_both(commands)
@@ -242,34 +246,38 @@ def test_a_killed_replica_comes_back(own_project: Project) -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+def meets(rank: psutil.Process, lighthouse: str) -> bool:
+    """Whether a rank has told the lighthouse that it is there."""
+    port = int(lighthouse.rpartition(":")[2])
+    with suppress(psutil.Error):
+        return any(one.raddr and one.raddr.port == port for one in rank.net_connections())
+    return False
+
+
 @pytest.mark.slow
 def test_a_stop_while_others_are_waited_for(own_project: Project) -> None:
     """Both save, and continue with the exchange that they owe, as if nothing had happened."""
     with ExitStack() as stack:
-        place = {"parallel.outer.lighthouse": stack.enter_context(a_lighthouse())}
-        commands, straight = run_both(own_project, "straight", {**LONG, **place}, stack)
-        end_both(commands)
-    with ExitStack() as stack:
-        place["parallel.outer.lighthouse"] = stack.enter_context(a_lighthouse(patience_s=60))
-        commands, runs = run_both(own_project, "run", {**LONG, **place}, stack)
-        commands[1].wait_for(lambda: steps_logged(runs[1]) >= 9, "step 9")
-        paused = commands[1].ranks()[0]
-        paused.suspend()
+        lighthouse = stack.enter_context(a_lighthouse(patience_s=3600))
+        place = {"parallel.outer.lighthouse": lighthouse}
+        changes, fault = {**SETTINGS, **place}, "step=stop@hit6"
+        commands, runs = run_both(own_project, changes, stack, fault)
         for command, run in zip(commands, runs, strict=True):
             command.wait_for(partial(waits, run), "an exchange")
             command.interrupt()
             assert "Traceback" not in command.end(code=75).err
-            with suppress(psutil.Error):
-                paused.resume()
-    saved = [checkpoints(run)[-1] for run in runs]
-    assert saved[0] == saved[1] and saved[0] % EVERY == 0
+            with suppress(psutil.Error, KeyError):
+                commands[1].ranks()[0].resume()
+    assert [checkpoints(run)[-1] for run in runs] == [8, 8]
     with ExitStack() as stack:
         place["parallel.outer.lighthouse"] = stack.enter_context(a_lighthouse())
-        commands, _ = run_both(own_project, "run", {**LONG, **place}, stack)
+        commands, _ = run_both(own_project, {**SETTINGS, **place}, stack)
         end_both(commands)
-    for run, other in zip(runs, straight, strict=True):
-        found, expected = (weights(one, END) for one in (run, other))
-        assert all(torch.equal(values, expected[name]) for name, values in found.items())
+    _, expected = simulate(own_project, delayed=False)
+    first, second = (weights(run, STEPS) for run in runs)
+    for name, values in first.items():
+        assert torch.equal(values, second[name]), name
+        torch.testing.assert_close(values, expected[name].detach(), rtol=0, atol=1e-6)
 
 
 def waits(run: Path) -> bool:

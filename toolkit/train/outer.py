@@ -294,7 +294,7 @@ class OuterEngine:
                 break
         if start.stop.agreed and ends:
             raise Stopped("stopped before the last exchange with other replicas", fix=_AGAIN)
-        if start.leads:
+        if start.leads and not start.stop.agreed:  # torchft would wait until others are lost
             seconds = round(time.monotonic() - began, 3)
             replicas = self._manager.num_participants()
             start.events.write("outer", step=self._step, seconds=seconds, replicas=replicas)
