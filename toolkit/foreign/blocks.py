@@ -43,15 +43,13 @@ def deepspeed(file: JsonFile, prefix: str = "") -> Found:
     table = tool("deepspeed")
     wrong = {key: one for key, one in wrong.items() if key not in table.rows}
     settings = {
-        key: ForeignSetting(
-            prefix + key, value, str(file.path), file.lines.get(prefix + key, 0)
-        )
+        key: setting_of(file, prefix + key, value)
         for key, value in leaves(file.values)
         if not is_within(key, wrong)
     }
     found = carry(table, settings)
     for key, problem in wrong.items():
-        at = ForeignSetting(prefix + key, None, str(file.path), file.lines.get(prefix + key, 0))
+        at = setting_of(file, prefix + key, None)
         if key in KNOWN_KEYS:
             found.problems.append(at.problem(problem.allowed))
         else:
@@ -92,9 +90,7 @@ def _fsdp(
     words = switch.value.split() if isinstance(switch.value, str) else switch.value
     words = [str(word) for word in words] if isinstance(words, list) else []
     named = {
-        f"fsdp_{name.removeprefix('fsdp_')}": ForeignSetting(
-            prefix + name, value, str(file.path), file.lines.get(prefix + name, 0)
-        )
+        f"fsdp_{name.removeprefix('fsdp_')}": setting_of(file, prefix + name, value)
         for name, value in block.items()
         if value is not None
     }

@@ -46,7 +46,7 @@ def preflight(
     environ = os.environ if environ is None else environ
     if starting == "worker" and (overruled := [*_overruled(recipe, environ)]):
         tell(f"dmt: {', '.join(overruled)}: the recipe takes precedence")
-    found = [*_processes(recipe, starting, environ), *_numbers(recipe, starting, environ)]
+    found = [*_conflicts(recipe, starting, environ)]
     if found:
         raise PlanError(
             "the environment disagrees with the recipe: "
@@ -55,25 +55,19 @@ def preflight(
         )
 
 
-def _processes(
+def _conflicts(
     recipe: Recipe, starting: Starting, environ: Mapping[str, str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Variables that leave ranks without a partner or a GPU: what they contradict, a fix."""
-    cluster = recipe.cluster
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    """Variables that leave ranks without a GPU or change what is computed: what they
+    contradict, and a fix."""
+    cluster, visible = recipe.cluster, environ.get("CUDA_VISIBLE_DEVICES")
     if starting == "launch" and cluster.gpu != "cpu" and visible is not None:
         names = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
         if len(names) < cluster.gpus_per_node:
             what = f"cluster.gpus_per_node is {cluster.gpus_per_node}"
             fix = "list as many GPUs as cluster.gpus_per_node, or unset it"
             yield "CUDA_VISIBLE_DEVICES", what, fix
-
-
-def _numbers(
-    recipe: Recipe, starting: Starting, environ: Mapping[str, str]
-) -> Iterator[tuple[str, str, str]]:
-    """Variables that change what is computed."""
-    gpu, name = recipe.cluster.gpu, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
+    gpu, name = cluster.gpu, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"
     for engine in BACKENDS.names:
         variable = BACKENDS[engine].device_variable
         asked = environ.get(variable) if recipe.parallel.engine in ("auto", engine) else None

@@ -1,5 +1,6 @@
 """What files state together: their batches, pairs of settings, and their tools' defaults."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -44,13 +45,6 @@ def ranks_of(found: Found) -> int | None:
     return None
 
 
-def data_parallel(found: Found, ranks: int | None) -> int | None:
-    """The data-parallel ranks among `ranks`."""
-    keys = ("parallel.tensor", "parallel.pipeline", "parallel.context")
-    degrees = [found.number(key) for key in keys]
-    return max(1, ranks // (degrees[0] * degrees[1] * degrees[2])) if ranks else None
-
-
 def add_batch(found: Found, dp: int | None, context: int) -> None:
     """The global batch: as stated, or micro batch · accumulation · data-parallel ranks.
 
@@ -85,10 +79,13 @@ def add_betas(found: Found) -> None:
 
 
 def complete(found: Found, ranks: int | None) -> None:
-    """Add what the tools do where the files are silent, and drop what a recipe derives."""
+    """Add what the tools do where the files are silent, and drop what a recipe derives. `ranks`
+    count where the files state none."""
     add_betas(found)
+    degrees = ("parallel.tensor", "parallel.pipeline", "parallel.context")
+    others, ranks = math.prod(map(found.number, degrees)), ranks_of(found) or ranks
     add_batch(
-        found, data_parallel(found, ranks_of(found) or ranks), found.number("parallel.context")
+        found, max(1, ranks // others) if ranks else None, found.number("parallel.context")
     )
     for key in DERIVED:
         found.values.pop(key, None)

@@ -67,12 +67,12 @@ class Runner:
             followed.events.append({"kind": "evaluation", "step": step, "loss": loss})
             done.append(step)
             if on_progress(followed):
-                return TrialResult("stopped", step=step)
+                return TrialResult("stopped")
             if number == self.killed_in and step == 40:
                 raise SystemExit  # as if the process were killed: Optuna is not told
             if interrupted():
-                return TrialResult("interrupted", step=step)
-        return TrialResult("done", step=200)
+                return TrialResult("interrupted")
+        return TrialResult("done")
 
 
 def searched(

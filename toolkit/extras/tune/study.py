@@ -255,7 +255,7 @@ class Study(ABC):
         elif ending == "stopped" and not self.whole and (best := self.best()):
             reason = f"{(value or 0) / (best.value or 1):.2f} × the fastest after {steps} steps"
         if ending == "done" and value is None:
-            ending, reason = "failed", f"it ended at step {result.step} with nothing measured"
+            ending, reason = "failed", "it ended with nothing measured"
         elif ending in ("done", "stopped") and not math.isfinite(value or 0.0):
             ending, reason = "diverged", f"{self.measures} is {value}"
         details = self.details(settings, value)

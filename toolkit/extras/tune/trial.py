@@ -87,8 +87,6 @@ class TrialResult:
     ending: Ending
     reason: str = ""
     """Why it did not come to its end, in one line."""
-    step: int = 0
-    """Optimizer steps done."""
     memory_gib: float | None = None
     """Peak of the fullest GPU; None on a CPU."""
 
@@ -135,12 +133,7 @@ def run_trial(
         on_progress(followed)
     memory = [line["memory_gib"] for line in followed.metrics if line.get("memory_gib")]
     ending, reason = ended_by or _ending(process.returncode, followed.events[starts:], folder)
-    return TrialResult(
-        ending,
-        reason,
-        step=max((line["step"] for line in followed.metrics), default=0),
-        memory_gib=max(memory, default=None),
-    )
+    return TrialResult(ending, reason, max(memory, default=None))
 
 
 def wait_until_free(folder: Path) -> None:
