@@ -83,9 +83,9 @@ def validates(recipe: Recipe) -> bool:
 
 
 def first_rung(recipe: Recipe, space: Space) -> int | None:
-    """Steps after which ASHA first ends trials: a quarter of the run, and after the warm-up of
-    all trials, in which a high learning rate is still low. None if no trial has a loss there
-    before its end."""
+    """Steps after which ASHA first ends trials: a quarter of the run, and the first loss after
+    every trial has trained at its highest learning rate. None if that is no step before the
+    end."""
     steps = recipe.total_steps()
     every = (recipe.evaluation if validates(recipe) else recipe.logging).every_steps
     if every is None or steps is None:
@@ -96,7 +96,7 @@ def first_rung(recipe: Recipe, space: Space) -> int | None:
             changed = {key.removeprefix("schedule."): value}
             schedules.append(recipe.schedule.with_values(changed))
     warmup = max(int(one.warmup(steps)) for one in schedules)
-    rung = every * math.ceil(max(steps / _REDUCTION**2, warmup) / every)
+    rung = every * max(math.ceil(steps / _REDUCTION**2 / every), warmup // every + 1)
     return rung if rung < steps else None
 
 
