@@ -45,15 +45,6 @@ def test_overrides_choose_another_preset() -> None:
     assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
 
 
-def test_an_own_file_decides_an_open_stage(tmp_path: Path) -> None:
-    own = tmp_path / "own.json"
-    own.write_text('{"zero_optimization": {"stage": 1, "reduce_bucket_size": 1000}}')
-    config = json.loads(run("--set", f"parallel.zero.config={own}"))
-    assert config["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 1000}
-    with pytest.raises(RecipeError, match=f"{own}:1: zero_optimization.stage: found 1"):
-        run("--set", f"parallel.zero.config={own}", "--set", "parallel.zero.stage=2")
-
-
 def test_writes_a_file(tmp_path: Path) -> None:
     out = tmp_path / "ds.json"
     assert run("--out", str(out)) == ""

@@ -116,6 +116,14 @@ def test_other_machines_get_the_settings_of_this_one(monkeypatch):
     assert not kept.keys() & found.keys()
 
 
+def test_the_long_recipe_is_only_named():
+    spec = SlurmStarter().spec(Job(RUN, GPU, LaunchSection(), recipe="name: long"))
+    recipe, script = spec.files
+    printed = spec.printable()
+    assert f"# {recipe}: the resolved recipe" in printed and "name: long" not in printed
+    assert f"# {script}\n#!/bin/bash" in printed
+
+
 def warned(**settings: object) -> list[str]:
     launch = LaunchSection(slurm=SlurmSection(**settings))
     spec = SlurmStarter().spec(Job(RUN, GPU, launch, predicted_s=90_000.0))

@@ -267,10 +267,8 @@ def _shortfall(planned: Planned) -> Iterator[Text]:
     )
     yield Text(f"  {over(found)}:")
     yield Text(f"  {layout_text(*found.nearest.pair, found.nearest.layout)}")
-    yield Text(
-        f"  {cluster.host_memory_gib:,g} GiB of host memory per node: host_memory_gib of", "dim"
-    )
-    yield Text("  a cluster file (--cluster FILE) states another size", "dim")
+    host = f"{cluster.host_memory_gib:,g} GiB of host memory per node"
+    yield Text(f"  {host}: host_memory_gib of a cluster file states another size", "dim")
     yield Text("")
     if found.nearest.memory_gib > (found.nearest.capacity_gib or math.inf):
         yield from _memory(found.nearest)
