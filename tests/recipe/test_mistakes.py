@@ -187,7 +187,7 @@ MISTAKES = {
     "misspelt kind": M("data.train.kind: txt", "did you mean text"),
     "kind of a file": M("data.train.kind: jsonl", "write `kind: text`"),
     "key of another kind": M("data.train.prefix: a", "set kind to megatron"),
-    "one of two betas": M("optimizer.betas: 0.8", "[0.8, 0.95]"),
+    "one of two betas": M("optimizer.betas: 0.8", "write a list of 2 numbers"),
     "offload as a switch": M("parallel.zero.offload_optimizer: true", "write cpu"),
     "PEFT's rank": M("adapter: {r: 8, alpha: 16}", "adapter.rank", "adapter.r"),
     "engine with a stage": M("parallel.engine: zero3", "deepspeed, and `zero: {stage: 3}`"),

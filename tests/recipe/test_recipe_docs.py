@@ -1,19 +1,7 @@
-"""The generated documentation and the table of foreign names follow the schema."""
+"""The table of foreign names follows the schema."""
 
 from toolkit.recipe.foreign import FOREIGN, FOREIGN_VALUES, carried, foreign
 from toolkit.recipe.words import settings
-
-
-def test_every_setting_has_documentation() -> None:
-    sections = {path for path, setting in settings().items() if setting.sections}
-    bare = [
-        path
-        for path, setting in settings().items()
-        if not setting.schema.get("description")
-        and path.partition(".")[2]
-        and path not in sections
-    ]
-    assert [path for path in bare if not path.endswith(".kind")] == []
 
 
 def test_foreign_names_lead_to_settings() -> None:

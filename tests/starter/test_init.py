@@ -193,14 +193,6 @@ def test_a_file_is_written_once(
     assert Path("mine.yaml").read_text() == "edited"
 
 
-def test_help_says_where_the_shipped_sizes_are(
-    monkeypatch: pytest.MonkeyPatch, dmt: Dmt
-) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    shown = re.sub(r"[\s│]+", " ", dmt("init", "--help").out)
-    assert "A size that dmt recipes lists" in shown.replace("`", "")
-
-
 def test_comments_are_the_plans_numbers(tmp_path: Path, dmt: Dmt) -> None:
     text, recipe = written(tmp_path, dmt, "llama-3.1-8b", "--cluster", "4x8xh100-80gb")
     plan = plan_recipe(recipe)
@@ -296,15 +288,17 @@ def test_a_cluster_file_with_a_price(tmp_path: Path, dmt: Dmt) -> None:
     assert " at the cluster's price" in text
 
 
-def test_what_cannot_fit_is_said(tmp_path: Path, dmt: Dmt) -> None:
-    text, _ = written(tmp_path, dmt, "llama-3.1-405b", "--cluster", "1xv100-32gb")
-    assert "# Planned: DOES NOT FIT (see `dmt plan`): " in text
-
-
-def test_bf16_states_is_named(tmp_path: Path, dmt: Dmt) -> None:
-    text, _ = written(tmp_path, dmt, "llama-3.1-8b", "--cluster", "1xh100-80gb")
-    zero = next(line for line in text.splitlines() if line.startswith("  zero: "))
-    assert zero.endswith("optimizer on cpu")
+@pytest.mark.parametrize(
+    ("size", "cluster", "said"),
+    [
+        ("llama-3.1-405b", "1xv100-32gb", "# Planned: DOES NOT FIT (see `dmt plan`): "),
+        ("llama-3.1-8b", "1xh100-80gb", "optimizer on cpu\n"),
+    ],
+)
+def test_what_a_small_cluster_needs(
+    size: str, cluster: str, said: str, tmp_path: Path, dmt: Dmt
+) -> None:
+    assert said in written(tmp_path, dmt, size, "--cluster", cluster)[0]
 
 
 ROWS = {

@@ -5,20 +5,16 @@ from urllib.parse import urlsplit
 
 from toolkit.errors import Problem
 from toolkit.objectives.preference import REFERENCE
-from toolkit.recipe.schema import OuterSection, Recipe
+from toolkit.recipe.schema import Recipe
 
 _KEY = "parallel.outer"
 
 
 def outer_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Settings that disagree with it."""
-    if (outer := recipe.parallel.outer) is not None:
-        yield from _place(outer)
-        yield from _saving(recipe, outer)
-        yield from _unable(recipe)
-
-
-def _place(outer: OuterSection) -> Iterator[Problem]:
+    """Settings that disagree with it: those whose meaning depends on all samples, or on one
+    run's validation losses, are not available."""
+    if (outer := recipe.parallel.outer) is None:
+        return
     if outer.replica is not None and outer.replica >= outer.replicas:
         allowed = f"0 to {outer.replicas - 1}"
         yield Problem(f"{_KEY}.replica", str(outer.replica), allowed, "number them from 0")
@@ -26,18 +22,11 @@ def _place(outer: OuterSection) -> Iterator[Problem]:
     if url.scheme not in ("http", "https") or not url.hostname:
         fix = f"set {_KEY}.lighthouse to e.g. http://10.0.0.1:29510"
         yield Problem(f"{_KEY}.lighthouse", str(outer.lighthouse), "http://HOST:PORT", fix)
-
-
-def _saving(recipe: Recipe, outer: OuterSection) -> Iterator[Problem]:
     steps, key = recipe.checkpoint.every_steps, "checkpoint.every_steps"
     if steps is not None and steps % outer.every_steps:
         nearest = -(-steps // outer.every_steps) * outer.every_steps
         allowed = f"null or a multiple of {outer.every_steps}, {_KEY}.every_steps"
         yield Problem(key, str(steps), allowed, f"set {key} to {nearest}")
-
-
-def _unable(recipe: Recipe) -> Iterator[Problem]:
-    """Settings whose meaning depends on all samples, or on one run's validation losses."""
     zero, data, training = recipe.parallel.zero, recipe.data, recipe.training
     stops = any(source.at_end == "stop" for source in data.sources)
     stated = {
@@ -53,7 +42,7 @@ def _unable(recipe: Recipe) -> Iterator[Problem]:
         "parallel.zero.offload_parameters": zero.offload_parameters == "nvme" and "none or cpu",
         "parallel.balance": recipe.parallel.balance != "none" and "none",
     }
-    for key, allowed in stated.items():
-        if allowed:
+    for setting, instead in stated.items():
+        if instead:
             found, fix = f"set, with {_KEY}", f"remove it, or {_KEY}"
-            yield Problem(key, found, f"{allowed} with {_KEY}", fix)
+            yield Problem(setting, found, f"{instead} with {_KEY}", fix)

@@ -7,7 +7,6 @@ setting gets one problem that says what the schema as a whole accepts.
 import re
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -31,14 +30,7 @@ from toolkit.text.suggest import closest
 MAX_PROBLEMS = 100
 """Most problems reported at once; a file with more is not a recipe."""
 
-_YES_NO = {
-    "yes": "true",
-    "on": "true",
-    "y": "true",
-    "no": "false",
-    "off": "false",
-    "n": "false",
-}
+_YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _REMOVE = "remove it; docs/recipe.md lists every setting"
 _ELSEWHERE = 0.8
 """How similar a key must be to one of another section to be taken for its misspelling."""
@@ -227,7 +219,8 @@ def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:
         return _fix_text(path, value, setting, stated)
     text = plain_text(value)
     if takes_list:
-        return _in_brackets(value, text, setting)
+        pair = any("prefixItems" in one for one in members(setting.schema))
+        return "" if pair else f"put it in brackets: [{text}]"
     if translated := value_fix(setting_of(path), text):
         return translated
     if isinstance(value, bool):
@@ -259,16 +252,6 @@ def _fix_text(path: KeyPath, text: str, setting: Setting, stated: Stated) -> str
     if key == "name" and (slug := _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]):
         return f"write {slug}"
     return _similar(text, setting.choices)
-
-
-def _in_brackets(value: Any, text: str, setting: Setting) -> str:
-    """One value where a list is wanted; of a pair, the others as by default."""
-    default = setting.schema.get("default") or []
-    if not any("prefixItems" in one for one in members(setting.schema)):
-        return f"put it in brackets: [{text}]"
-    if isinstance(value, bool) or len(default) < 2:
-        return ""
-    return f"write {len(default)} values, e.g. {plain_text([value, *default[1:]])}"
 
 
 def _plain_value(text: str) -> bool | int | float | None:

@@ -51,11 +51,9 @@ class Setting:
         """The sections that its value or its items may be, each once: none for plain values."""
         found: dict[str, Schema] = {}
         for one in members(self.schema):
-            if "properties" in one:
-                found[one["title"]] = one
-            elif one.get("items"):
-                items = Setting(self.path, one["items"], self.is_required)
-                found |= {item["title"]: item for item in items.sections}
+            for item in members(one["items"]) if one.get("items") else [one]:
+                if "properties" in item:
+                    found[item["title"]] = item
         return list(found.values())
 
     @property
