@@ -88,7 +88,7 @@ def train_tiny(run_dir: str, out: str, asynchronous: str) -> None:
 
     stages.TrainingRun = Timed  # type: ignore[attr-defined]
     overrides = [
-        f"training.steps={TINY_STEPS}", "logging.wandb=null", "evaluation.every_steps=null",
+        f"training.steps={TINY_STEPS}", "logging.trackers=[]", "evaluation.every_steps=null",
         f"checkpoint.every_steps={INTERVAL_STEPS}", "checkpoint.export=false",
         f"checkpoint.asynchronous={asynchronous}",
     ]  # fmt: skip

@@ -90,7 +90,7 @@ def killed(results: Path, engine: str) -> int:
         f"--run-dir={run}", f"--set=cluster.gpu={calibrate.this_machine(1).gpu}",
         "--set=cluster.gpus_per_node=2", f"--set=parallel.engine={engine}",
         "--set=training.steps=100000", "--set=launch.hang_timeout_s=20",
-        "--set=logging.wandb=null", "--set=checkpoint.export=false",
+        "--set=logging.trackers=[]", "--set=checkpoint.export=false",
     ]  # fmt: skip
     common, each = places(2)
     logs = [folder / f"rank-{rank}.log" for rank in range(2)]

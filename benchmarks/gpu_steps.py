@@ -40,7 +40,7 @@ OVERRIDES = [
     "data.tokenizer=bytes", "model.hub=null", "training.tokens=null",
     f"training.steps={STEPS}", "training.sequence_length=8192", "training.global_batch_size=4",
     "training.micro_batch_size=1", "parallel.recompute=none", "schedule.warmup_steps=0",
-    "logging.wandb=null", "logging.every_steps=1", "evaluation.every_steps=null",
+    "logging.trackers=[]", "logging.every_steps=1", "evaluation.every_steps=null",
     "checkpoint.export=false", "cluster.nodes=1",
     "cluster.gpus_per_node=1", f"cluster.gpu={this_machine(1).gpu}",
 ]  # fmt: skip

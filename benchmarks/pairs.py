@@ -223,7 +223,7 @@ def dmt(
     shutil.rmtree(run_dir, ignore_errors=True)
     overrides = [
         *overrides, f"training.steps={steps}", f"logging.every_steps={logged_every}",
-        "logging.wandb=null", "evaluation.every_steps=null", "checkpoint.every_steps=null",
+        "logging.trackers=[]", "evaluation.every_steps=null", "checkpoint.every_steps=null",
         "checkpoint.export=false",
     ]  # fmt: skip
     command = [sys.executable, "-m", "toolkit.cli.main", "launch", str(recipe)]

@@ -87,15 +87,7 @@ SETTINGS: dict[str, str] = {
             "cpus_per_node": "cpus-per-task",
         }.items()
     },
-    **{
-        key: f"set {variable} in the environment"
-        for key, variable in {
-            "launch.ray": "RAY_ADDRESS",
-            "logging.wandb.entity": "WANDB_ENTITY",
-            "logging.wandb.tags": "WANDB_TAGS",
-            "logging.mlflow.tracking_uri": "MLFLOW_TRACKING_URI",
-        }.items()
-    },
+    "launch.ray": "set RAY_ADDRESS in the environment",
     "launch.hostfile": "`deepspeed --hostfile FILE launch/train.py RECIPE`, or `dmt launch` on "
     "each machine with launch.rendezvous (docs/launchers.md)",
     **{
@@ -121,6 +113,17 @@ SETTINGS: dict[str, str] = {
     "launch.remote_start": "`deepspeed --hostfile FILE --launcher NAME launch/train.py RECIPE`",
     "launch.mpi": "`mpirun OPTIONS python launch/train.py RECIPE` (docs/launchers.md)",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
+    **{
+        f"logging.{name}": f"write logging.trackers: [{name}]{more}"
+        for name, more in {
+            "wandb": " and logging.project, and set WANDB_MODE=online, WANDB_ENTITY or "
+            "WANDB_TAGS in the environment if you need them",
+            "tensorboard": "",
+            "mlflow": " and logging.project, and set MLFLOW_TRACKING_URI in the "
+            "environment if you need it",
+            "trackio": " and logging.project",
+        }.items()
+    },
     "logging.samples": "remove it; the seed alone decides the order of samples (docs/data.md)",
     "evaluation.samples": f"remove it; {_EXPORT}, and generate with transformers",
 }
@@ -151,7 +154,7 @@ DEFAULTS: dict[str, object] = {
     "schedule.plateau.threshold": 1e-4,
     "schedule.plateau.cooldown": 0,
     "launch.ray": {"address": None},
-    "logging.wandb.tags": [],
+    "logging.tensorboard": False,
     "kernels.mlp": "whole",
     "parallel.offload_activations": False,
     "launch.remote_start": "pdsh",

@@ -37,7 +37,7 @@ def needs(*overrides: str) -> Needs:
     return needs_of(load_recipe(TINY, overrides))
 
 
-def test_what_a_recipe_needs(tmp_path: Path) -> None:
+def test_what_a_recipe_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(needs().packages) == {
         "torch",
         "transformers",
@@ -45,7 +45,7 @@ def test_what_a_recipe_needs(tmp_path: Path) -> None:
         "deepspeed",
         "wandb",
     }
-    megatron = needs("parallel.engine=megatron", "logging.wandb=null")
+    megatron = needs("parallel.engine=megatron", "logging.trackers=[]")
     assert set(megatron.packages) == {"torch", "transformers", "safetensors", "megatron-core"}
     nvme = needs(
         "parallel.zero.stage=3",
@@ -56,7 +56,9 @@ def test_what_a_recipe_needs(tmp_path: Path) -> None:
     assert nvme.nvme == tmp_path
     gpus = needs("cluster.gpu=h100-80gb", "training.precision=bf16")
     assert (gpus.gpus, gpus.gpu, gpus.precision) == (2, "cluster.gpu: h100-80gb", "bf16")
-    assert needs("logging.wandb.mode=online").wandb == "logging.wandb.mode: online"
+    assert needs().wandb is None
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert needs().wandb == "WANDB_MODE=online"
 
 
 def test_a_model_that_only_the_hub_knows(
@@ -290,7 +292,7 @@ def test_the_key_of_wandb_is_never_told(
 ) -> None:
     file = tmp_path / "netrc"
     monkeypatch.setenv("NETRC", str(file))
-    online = Needs(wandb="logging.wandb.mode: online")
+    online = Needs(wandb="WANDB_MODE=online")
     assert not [*network.check(Needs())]
     (missing,) = network.check(online)
     assert missing.blocks and "wandb login" in missing.fix

@@ -55,7 +55,7 @@ WORDS = (
     "next",
 )
 ZERO_2 = {"parallel.engine": "deepspeed", "parallel.zero.stage": 2}
-WANDB = {"logging.wandb.project": "e2e"}
+WANDB = {"logging.trackers": ["wandb"]}
 
 
 def write_project(folder: Path) -> Path:

@@ -59,7 +59,7 @@ def test_each_changed_word_of_a_deepspeed_config_is_found(
         OWNED.get(key),
         "accumulation",
         "schedule.warmup_steps",
-        "logging.wandb.project",
+        "logging.project",
     )
 
 

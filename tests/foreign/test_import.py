@@ -85,8 +85,8 @@ datasets:
 sequence_len: 2048
 learning_rate: 1e-5
 mlflow_tracking_uri: https://user:hunter2secret@mlflow.example.org
-mlflow_experiment_name: e
 wandb_project: {TOKEN}
+mlflow_experiment_name: e
 hub_token: {TOKEN}
 resume_from_checkpoint: s3://AKIAABCDEFGHIJKLMNOP:hunter2secret@bucket/x
 """
@@ -99,7 +99,7 @@ def test_no_credential_is_written(tmp_path: Path, dmt: Dmt) -> None:
     printed = dmt("init", "llama-3.1-8b", "--from", given, *MACHINE, "--out", out)
     for text in (out.read_text(), printed.out, printed.err):
         assert "hunter2secret" not in text and TOKEN not in text and "***" not in text
-    assert f"#   wandb_project ({given}:11): it has a cred" in out.read_text()
+    assert f"#   wandb_project ({given}:10): it has a cred" in out.read_text()
     assert LEFT_OPEN in out.read_text()
 
 

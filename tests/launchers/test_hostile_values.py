@@ -42,8 +42,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def hostile_recipe(text: str) -> Recipe:
     """Every free text of a recipe that a launcher or its files may carry."""
     recipe = load_recipe(RECIPE)
-    wandb = recipe.logging.wandb.model_copy(update={"project": text})
-    logging = recipe.logging.model_copy(update={"wandb": wandb})
+    logging = recipe.logging.model_copy(update={"project": text})
     model = recipe.model.model_copy(update={"hub": text})
     slurm = SlurmSection(setup=text, options=("--cpus-per-task=1&(touch|canary)*",))
     launch = LaunchSection(slurm=slurm)

@@ -222,14 +222,14 @@ class TestOverrides:
                 "optimizer.betas=[0.5, 0.6]",
                 "parallel.zero.stage=2",
                 "parallel.zero.stage=3",
-                "logging.wandb={project: p}",
+                "logging.trackers=[wandb]",
                 "name=x-y",
             ],
         )
         assert recipe.training.tokens == 10**6
         assert recipe.optimizer.betas == (0.5, 0.6)
         assert recipe.parallel.zero.stage == 3
-        assert recipe.logging.wandb is not None
+        assert recipe.logging.trackers == ("wandb",)
 
     def test_another_kind(self, good: Path) -> None:
         recipe = load_recipe(good, ["data.train.kind=hf", "data.train.path=org/data"])

@@ -138,7 +138,10 @@ MISTAKES = {
     "boolean for a stage": M("parallel.zero.stage: true", "write auto"),
     "stage 4": M("parallel.zero.stage: 4", "write one of 0, 1,"),
     "number for a section": M("parallel.zero: 2", "write {stage: 2}"),
-    "true for a section": M("logging.wandb: true", "write {project: dmt}"),
+    "word for a list": M("logging.trackers: wandb", "in brackets: [wandb]"),
+    "misspelt word in a list": M(
+        "logging.trackers: [wandbs]", "did you mean wandb?", "logging.trackers[0]",
+    ),
     "misspelt word": M("schedule.name: cosin", "did you mean cosine"),
     "upper case": M("training.precision: FP32", "mean fp32"),
     "name with spaces": M("name: my run", "write my-run"),
@@ -210,13 +213,11 @@ MISTAKES = {
     "GPU without memory": M(
         "cluster.gpu: {like: a10g, memory_gib: 0}", "more than 0", "cluster.gpu.memory_gib",
     ),
-    "W&B project with a control character": M(
-        'logging.wandb: {project: "a\\eb"}', "write 1 to 128 characters, without",
-        "logging.wandb.project",
+    "project with a control character": M(
+        'logging.project: "a\\eb"', "write 1 to 128 characters, without"
     ),
-    "W&B project with a slash": M(
-        "logging.wandb: {project: team/dmt}", "write 1 to 128 characters, without",
-        "logging.wandb.project",
+    "project with a slash": M(
+        "logging.project: team/dmt", "write 1 to 128 characters, without"
     ),
     "NUL character": M('data.tokenizer: "a\\0b"', "character"),
     # other tools' names
@@ -234,9 +235,7 @@ MISTAKES = {
     "foreign precision": M("training.precision: bfloat16", "bf16"),
     "foreign optimizer": M("optimizer.name: adamw_torch", "write adamw"),
     # secrets
-    "api key": M(
-        "logging.wandb: {api_key: hunter22}", "WANDB_API_KEY", "logging.wandb.api_key",
-    ),
+    "api key": M("logging.wandb_api_key: hunter22", "WANDB_API_KEY"),
     "hub token": M("data.tokenizer: hf_" + "aB3" * 12, "HF_TOKEN"),
     "login in a URL": M(
         'data.train.files: ["https://me:pw@host/x"]', "environment", "data.train.files[0]",

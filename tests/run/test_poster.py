@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 from accelerate import tracking
@@ -24,7 +23,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 from toolkit.run.metrics import Metrics, MetricsLog
 from toolkit.run.poster import Posted, Trackers
-from toolkit.run.trackers import TRACKERS, wanted
+from toolkit.run.trackers import TRACKERS, trackers_line, wanted
 from toolkit.system.install import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -36,20 +35,13 @@ Points = dict[str, list[tuple[int, float]]]
 class Rank0:
     """What rank 0 does around its steps."""
 
-    def __init__(self, folder: Path, tracker: str, resume: int = 0, **settings: Any) -> None:
+    def __init__(self, folder: Path, tracker: str, resume: int = 0) -> None:
         self.run = RunDirectory(folder / "run")
         self.run.logs.mkdir(parents=True, exist_ok=True)
         self.events = EventLog(self.run.events)
         self.metrics = MetricsLog.resume(self.run.metrics, resume, self.events)
-        stated: Mapping[str, Any] = {
-            "wandb": {"project": "tests"},
-            "tensorboard": True,
-            "mlflow": {"experiment": "tests"},
-            "trackio": {"project": "tests"},
-        }
         os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder}/mlflow.db"
-        section = {**stated[tracker], **settings} if settings else stated[tracker]
-        logging = LoggingSection.model_validate({tracker: section})
+        logging = LoggingSection.model_validate({"trackers": [tracker], "project": "tests"})
         self.trackers = Trackers(self.run, "a run", logging, self.events)
 
     def steps(self, *steps: int) -> None:
@@ -293,7 +285,8 @@ def test_a_server_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         monkeypatch.setenv("WANDB_BASE_URL", url)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-        rank = Rank0(tmp_path, "wandb", mode="online")
+        monkeypatch.setenv("WANDB_MODE", "online")
+        rank = Rank0(tmp_path, "wandb")
         rank.steps(1)
         began = time.monotonic()
         rank.finish(1.0)
@@ -301,9 +294,11 @@ def test_a_server_that_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         assert rank.warnings() == ["it did not finish within 1 s"]
 
 
-def test_disabled_starts_nothing() -> None:
-    logging = LoggingSection.model_validate({"wandb": {"mode": "disabled"}})
-    assert [*wanted(logging)] == []
+def test_disabled_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logging = LoggingSection.model_validate({"trackers": ["wandb", "trackio"]})
+    assert trackers_line(logging) == "logging to W&B (offline), trackio, project dmt"
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    assert [*wanted(logging)] == ["trackio"]
 
 
 @pytest.fixture

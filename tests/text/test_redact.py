@@ -69,7 +69,7 @@ def test_ordinary_settings(key: str, value: object) -> None:
 
 
 def test_long_hex_where_no_revision_is_expected() -> None:
-    assert looks_secret("logging.wandb.project", HEX)
+    assert looks_secret("logging.project", HEX)
 
 
 def test_signed_urls() -> None:

@@ -13,7 +13,7 @@ from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.run.assignment import Assignment, decide
-from toolkit.run.trackers import TRACKERS, wanted
+from toolkit.run.trackers import TRACKERS, wandb_mode, wanted
 
 EVERY_RECIPE = "every recipe"
 
@@ -41,7 +41,7 @@ class Needs:
     several_machines: str | None = None
     """The setting that uses several machines."""
     wandb: str | None = None
-    """The setting that logs to W&B's server."""
+    """The environment that sends logs to W&B's server."""
     run_dir: Path = Path("runs")
     nvme: Path | None = None
     checkpoint_bytes: int | None = None
@@ -75,7 +75,7 @@ def needs_of(recipe: Recipe) -> Needs:
         several = f"cluster.nodes: {recipe.cluster.nodes}"
     on_gpus = recipe.cluster.gpu != "cpu"
     nvme = recipe.parallel.zero.nvme_path
-    wandb = recipe.logging.wandb
+    online = "wandb" in wanted(recipe.logging) and wandb_mode() == "online"
     return Needs(
         run=EVERY_RECIPE,
         packages=packages | dict(_packages(recipe, assignment)),
@@ -86,7 +86,7 @@ def needs_of(recipe: Recipe) -> Needs:
         gpu=f"cluster.gpu: {recipe.cluster.gpu}" if on_gpus else None,
         precision=recipe.training.precision if on_gpus else None,
         several_machines=several,
-        wandb="logging.wandb.mode: online" if wandb and wandb.mode == "online" else None,
+        wandb="WANDB_MODE=online" if online else None,
         run_dir=run_dir,
         nvme=Path(nvme) if nvme else None,
         checkpoint_bytes=_checkpoint_bytes(assignment),
@@ -134,11 +134,9 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
             scheme = place.partition(":")[0]
             if scheme in PACKAGES:
                 yield PACKAGES[scheme], f"data: {scheme}://"
-    for name, settings in wanted(recipe.logging):
-        if name == "wandb":
-            yield name, f"logging.wandb.mode: {settings['mode']}"
-        for package in TRACKERS[name].packages:
-            yield package, f"logging.{name}" if settings else f"logging.{name}: true"
+    for name in wanted(recipe.logging):
+        for package in TRACKERS[name].packages or [name]:
+            yield package, f"logging.trackers: {name}"
 
 
 def _ops(assignment: Assignment | None) -> dict[str, str]:

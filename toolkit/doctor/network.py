@@ -136,5 +136,5 @@ def _wandb_login(needed_by: str) -> Finding:
     return Finding(
         "W&B login", "problem", f"no key for {server}", needed_by=needed_by,
         cost="nothing of the run reaches W&B",
-        fix="wandb login, or export WANDB_API_KEY; or logging.wandb.mode: offline",
+        fix="wandb login, or export WANDB_API_KEY; or unset WANDB_MODE",
     )  # fmt: skip

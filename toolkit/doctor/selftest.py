@@ -56,7 +56,7 @@ EXPERTS = RECIPES / "tiny" / "mixtral-bytes.yaml"
 EXPERT_LAYOUTS = ("ddp", "megatron-ep2", "ddp-dp1", "megatron-dp1")
 """One for either implementation of experts, on several processes and on one."""
 _QUIET = (
-    "logging.wandb=null", "logging.every_steps=1", "evaluation.every_steps=null",
+    "logging.trackers=[]", "logging.every_steps=1", "evaluation.every_steps=null",
     "evaluation.batches=1", "checkpoint.export=false", "schedule.warmup_steps=0",
 )  # fmt: skip
 _TAIL_LINES = 20

@@ -29,6 +29,8 @@ DERIVED = (ACCUMULATION, WORLD, PER_RANK, DEEPSPEED_BATCH, SHARDS)
 AUTO = "auto"
 OFF: tuple[object, ...] = (None, False, 0, "", "none", "no", "false", [], {})
 """Values with which a setting does nothing."""
+TRACKERS = "logging.trackers"
+"""A list to which several settings add."""
 LEAVE_OUT = "remove it from the file, and write it in the recipe"
 OTHER_RUN = "DMT trains other objectives and methods than this: use the tool for this file"
 _LONGEST = 60
@@ -104,10 +106,13 @@ class Found:
     def put(
         self, key: str, value: Any, at: ForeignSetting, note: str = "", also: Sequence[Any] = ()
     ) -> None:
-        """Carry a value; of two in one file, the first counts."""
+        """Carry a value; of two in one file, the first counts, and trackers add up."""
         value, expected = fitting(key, value)
         if expected:
             self.problems.append(at.problem(f"{key} is {expected}"))
+            return
+        if key == TRACKERS and (before := self.values.get(key)):
+            self.values[key] = _joined(before, value)
             return
         first = self.values.setdefault(key, Carried(value, at, note, (*also,)))
         if first.at != at and not same(first.value, value):
@@ -134,6 +139,9 @@ class Found:
     def merge(self, other: "Found") -> None:
         """Take over another file's statements; two that contradict each other are a problem."""
         for key, one in other.values.items():
+            if key == TRACKERS and key in self.values:
+                self.values[key] = _joined(self.values[key], one.value)
+                continue
             first = self.values.setdefault(key, one)
             if not same(first.value, one.value) and first.value not in one.also:
                 if first.at.file == one.at.file:
@@ -164,6 +172,11 @@ class Found:
         """Raise RecipeError with everything that was not understood."""
         if self.problems:
             raise RecipeError(self.problems)
+
+
+def _joined(before: Carried, trackers: Sequence[str]) -> Carried:
+    """A list of trackers with those of another setting."""
+    return replace(before, value=[*dict.fromkeys([*before.value, *trackers])])
 
 
 def carry(tool: ForeignTool, settings: Settings) -> Found:

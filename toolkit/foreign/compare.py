@@ -12,6 +12,7 @@ from toolkit.errors import DmtError
 from toolkit.foreign.carry import (
     ACCUMULATION,
     SHARDS,
+    TRACKERS,
     WORLD,
     Carried,
     ForeignSetting,
@@ -29,7 +30,6 @@ from toolkit.recipe.words import settings as recipe_settings
 from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
 
-_TRACKERS = ("logging.wandb", "logging.mlflow", "logging.trackio")
 _AUTO = "auto"
 
 
@@ -107,9 +107,6 @@ def _values(recipe: Recipe, plan: Plan | None) -> dict[str, Any]:
         values["schedule.warmup_steps"] = recipe.schedule.warmup(steps)
     elif recipe.schedule.warmup_ratio is not None:
         del values["schedule.warmup_steps"]
-    for key in _TRACKERS:
-        section = getattr(recipe.logging, key.partition(".")[2])
-        values[key] = section is not None and getattr(section, "mode", "") != "disabled"
     if plan is not None:
         layout = plan.layout
         planned = {
@@ -130,11 +127,7 @@ def _rows(
     every = [*found.values.items()]
     every += [(key, one) for key, one in found.weak if one.also and key not in found.values]
     for key, one in every:
-        value = (
-            one.value
-            if not key.startswith(_TRACKERS) or isinstance(one.value, str)
-            else one.value is not None
-        )
+        value = one.value
         if key == "schedule.warmup_ratio" and ours.get("training.steps"):
             key, value = "schedule.warmup_steps", math.ceil(value * ours["training.steps"])
         if key in ours and not (ours[key] is None and key.startswith("training.")):
@@ -145,6 +138,7 @@ def _compared(
     key: str, ours: Any, value: Any, one: Carried, places: Mapping[str, str]
 ) -> SettingComparison:
     agrees = same(value, ours) or any(same(other, ours) for other in one.also)
+    agrees |= key == TRACKERS and {*value} <= {*ours}
     there = f"change {one.at.name} at {one.at.place}"
     can_be_set = key in recipe_settings() and not isinstance(value, list | dict)
     here = f"--set {key}={in_yaml(value).replace(' ', '')}, or " if can_be_set else ""

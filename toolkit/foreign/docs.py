@@ -33,7 +33,7 @@ def _tables() -> Iterator[str]:
 
 
 def _is_named_alike(name: str, target: str) -> bool:
-    """Whether a recipe's key ends in the name: `logging.wandb.project` in `wandb_project`."""
+    """Whether a recipe's key ends in the name: `training.seed` in `seed`."""
     last = name.rpartition(".")[2].strip("-").replace("-", "_")
     return f"_{target.strip('`').replace('.', '_')}".endswith(f"_{last}")
 

@@ -117,12 +117,11 @@ def _reports(found: Found, at: ForeignSetting | None) -> None:
     if at is None or at.value in (None, "none", []):
         return
     stated = at.value if isinstance(at.value, list) else [at.value]
-    for name in REPORTS:
-        if name in stated or "all" in stated:
-            found.put(f"logging.{name}", True if name == "tensorboard" else {}, at)
+    if wanted := [name for name in REPORTS if name in stated or "all" in stated]:
+        found.put("logging.trackers", wanted, at)
     if other := [str(one) for one in stated if one not in (*REPORTS, "all", "none")]:
         found.drop(
-            at, f"no {', '.join(other)}; logging has {', '.join(REPORTS)}", changes=False
+            at, f"no {', '.join(other)}; logging.trackers has {', '.join(REPORTS)}", changes=False
         )
 
 

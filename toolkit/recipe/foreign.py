@@ -128,7 +128,9 @@ _NAMES = {
     Foreign("checkpoint.every_steps"): "save_interval",
     Foreign("checkpoint.resume", "`auto` or `never`"): "resume_from_checkpoint",
     Foreign("name", "it names the run directory, `runs/<name>`"): "output_dir run_name",
-    Foreign("logging.wandb", "`{project: …}`, or `logging.tensorboard: true`"): "report_to",
+    Foreign("logging.trackers", "e.g. `[wandb, tensorboard]`"):
+        "report_to wandb use_wandb tensorboard use_tensorboard mlflow trackio",
+    Foreign(None, "set WANDB_MODE in the environment"): "wandb_mode",
 }  # fmt: skip
 """Their names by what they are here."""
 
@@ -195,7 +197,6 @@ LATER_VALUES: dict[str, dict[str, str]] = {
     "training.objective": dict.fromkeys(("grpo", "ppo", "rloo", "gspo", "kto"), _NO_RL),
     "data.packing": {"true": _PACKS},
     "parallel.zero": {str(stage): f"write {{stage: {stage}}}" for stage in range(4)},
-    "logging.wandb": {"true": "write {project: dmt}", "false": "write null"},
     "kernels.context": {
         **dict.fromkeys(("ring", "p2p", "alltoall", "batch_ring"), _NO_RING),
         **dict.fromkeys(("ulysses_ring", "a2a+p2p"), "write ulysses: rings were removed"),

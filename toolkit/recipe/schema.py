@@ -72,17 +72,13 @@ HostPort: TypeAlias = Annotated[
     Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?):[0-9]{1,5}$"),
     Wording("HOST:PORT, e.g. node-1:29400"),
 ]
-WandbName: TypeAlias = Annotated[
+ProjectName: TypeAlias = Annotated[
     str,
     Field(pattern=r"^[^/\\#?%:\x00-\x1f\x7f-\x9f]{1,128}$"),
     Wording("1 to 128 characters, without `/\\#?%:` and control characters"),
 ]
-"""A project's name as wandb accepts it, without characters that its server refuses."""
-TrackerName: TypeAlias = Annotated[
-    str,
-    Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"),
-    Wording("1 to 128 letters, digits and `._-`"),
-]
+"""A project's name as every tracker takes it: W&B's server refuses the most characters."""
+TrackerName: TypeAlias = Literal["wandb", "tensorboard", "mlflow", "trackio"]
 SlurmOption: TypeAlias = Annotated[
     str,
     Field(pattern=r"^--[a-z][a-z-]*(=[A-Za-z0-9_.,:@+%/*\[\]&|()-]+)?$", max_length=400),
@@ -774,45 +770,16 @@ class GuardSection(Section):
     rank."""
 
 
-class WandbSection(Section):
-    """Weights & Biases. The environment has the API key, the team (WANDB_ENTITY) and tags
-    (WANDB_TAGS)."""
-
-    project: WandbName = "dmt"
-    """Project name."""
-    mode: Literal["offline", "online", "disabled"] = "offline"
-    """`offline` writes `wandb/` in the run directory; `wandb sync RUN/wandb` uploads it."""
-
-
-class MlflowSection(Section):
-    """MLflow. The environment has the server or database (MLFLOW_TRACKING_URI; by default
-    `mlflow.db` in the current folder) and credentials (MLFLOW_TRACKING_USERNAME, …)."""
-
-    experiment: TrackerName = "dmt"
-    """Experiment; created when it does not exist."""
-
-
-class TrackioSection(Section):
-    """trackio, on this machine; view it with `trackio show`. Its folder is TRACKIO_DIR, or
-    trackio's own default."""
-
-    project: TrackerName = "dmt"
-    """Project name."""
-
-
 class LoggingSection(Section):
     """Logs and trackers that a run writes."""
 
     every_steps: Positive = 10
     """Steps between lines of `metrics.jsonl`."""
-    wandb: WandbSection | None = None
-    """Weights & Biases; null for none."""
-    tensorboard: bool = False
-    """Also write TensorBoard event files to `tensorboard/` in the run directory."""
-    mlflow: MlflowSection | None = None
-    """MLflow; null for none."""
-    trackio: TrackioSection | None = None
-    """trackio; null for none."""
+    trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
+    """Where the metrics are posted, too, e.g. `[wandb, tensorboard]` (docs/reports.md). W&B is
+    offline unless the environment sets WANDB_MODE."""
+    project: ProjectName = "dmt"
+    """Project at W&B and trackio, experiment at MLflow."""
 
 
 class ElasticSection(Section):

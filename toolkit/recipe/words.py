@@ -154,6 +154,8 @@ def _list(schema: Schema) -> str:
         return f"{count} such maps"
     if "properties" in item:
         return f"{count} maps of {', '.join(item['properties'])}"
+    if "enum" in item:
+        return f"{count} {', '.join(item['enum'])}"
     return f"{count} {_PLURALS[item['type']]}{_range(item)}"
 
 

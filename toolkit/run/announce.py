@@ -18,7 +18,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
 from toolkit.run.recorded import read_events
-from toolkit.run.trackers import TRACKERS, Settings, wanted
+from toolkit.run.trackers import trackers_line
 from toolkit.text.terminal import tell
 
 
@@ -33,17 +33,11 @@ def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
 def show_plan(recipe: Recipe, plan: Plan) -> None:
     """The layout, the trackers, warnings, and what may not be meant."""
     tell(f"layout {layout_text(plan.engine, plan.model, plan.layout)}")
-    if trackers := ", ".join(map(_tracker, wanted(recipe.logging))):
-        tell(f"logging to {trackers}")
+    if trackers := trackers_line(recipe.logging):
+        tell(trackers)
     warnings = (reason for reason in plan.reasons if "WARNING" in reason)
     for line in filter(None, [*warnings, ignored_keys(recipe.model), *recipe.notes]):
         tell(line)
-
-
-def _tracker(one: tuple[str, Settings]) -> str:
-    name, settings = one
-    details = ", ".join(f"{key} {value}" for key, value in settings.items())
-    return TRACKERS[name].title + (f" ({details})" if details else "")
 
 
 def show_run_directory(run: RunDirectory) -> None:

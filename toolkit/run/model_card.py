@@ -26,6 +26,8 @@ CARD = "README.md"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PUBLISHED = ("model", "training", "optimizer", "schedule", "adapter", *OBJECTIVE_SECTIONS)
 """Sections of the recipe in a card: the others name files, machines and accounts."""
+_READ = ("name", "data", *_PUBLISHED)
+"""What a card is written from: another release may know the others differently."""
 _HASH = re.compile(r"<!-- dmt replaces this card unless it is edited: ([0-9a-f]{64}) -->\n\Z")
 
 
@@ -58,8 +60,9 @@ def _text(folder: Path, manifest: Manifest) -> str:
     from huggingface_hub import ModelCardData
 
     recipe = None  # of a release with other settings
+    shown = {key: manifest.recipe[key] for key in _READ if key in manifest.recipe}
     with suppress(ValidationError):
-        recipe = Recipe.model_validate(manifest.recipe)
+        recipe = Recipe.model_validate(shown)
     is_adapter = (folder / PEFT_WEIGHTS).exists()
     metadata = ModelCardData(
         library_name="peft" if is_adapter else "transformers",

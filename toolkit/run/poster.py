@@ -28,7 +28,7 @@ from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
 from toolkit.run.recorded import parse_recipe, read_events
-from toolkit.run.trackers import TRACKERS, Settings, wanted
+from toolkit.run.trackers import TRACKERS, wandb_mode, wanted
 from toolkit.system.atomic import write_atomically
 from toolkit.system.install import install
 from toolkit.system.untrusted import read_bytes, read_json
@@ -105,8 +105,8 @@ class Trackers:
     ) -> None:
         """Start a thread for each; call this behind MetricsLog.resume."""
         self._posters = [
-            TrackerThread(run, name, settings, redact(run_name), events)
-            for name, settings in wanted(logging)
+            TrackerThread(run, name, logging.project, redact(run_name), events)
+            for name in wanted(logging)
         ]
 
     def finish(self, timeout_s: float) -> None:
@@ -126,11 +126,11 @@ class TrackerThread:
         self,
         run: RunDirectory,
         name: str,
-        settings: Settings,
+        project: str,
         run_name: str,
         events: EventLog,
     ) -> None:
-        self._run, self._name, self._settings, self._run_name = run, name, settings, run_name
+        self._run, self._name, self._project, self._run_name = run, name, project, run_name
         self._events = events
         self.ended = threading.Event()
         """Set when the run has ended: what is left is posted, then the thread ends."""
@@ -143,7 +143,7 @@ class TrackerThread:
         self._thread.join(remaining_s)
         if self._thread.is_alive():
             self._fail(f"it did not finish within {limit_s:g} s")
-        if not self._failed and (line := _how_to_upload(self._run, self._settings)):
+        if self._name == "wandb" and not self._failed and (line := _how_to_upload(self._run)):
             tell(line)
 
     def _fail(self, reason: str) -> None:
@@ -178,7 +178,7 @@ class TrackerThread:
         if posted.run_id:
             posted.save(file)  # if this start is killed, the next one continues the same run
         start = _STARTS[self._name]
-        tracker = start(self._run, self._run_name, self._settings, posted.run_id)
+        tracker = start(self._run, self._run_name, self._project, posted.run_id)
         posted = replace(posted, run_id=tracker.run_id)
         posted.save(file)
         rows, exit_code = _Rows(self._run), None
@@ -284,7 +284,7 @@ def _of_accelerate(kind: str, /, *arguments: Any, **keywords: Any) -> Any:
     return tracker
 
 
-def _tensorboard(run: RunDirectory, _name: str, _settings: Settings, run_id: str) -> TrackerRun:
+def _tensorboard(run: RunDirectory, _name: str, _project: str, run_id: str) -> TrackerRun:
     tracker = _of_accelerate("tensorboard", "tensorboard", run.path)
 
     def log(row: Mapping[str, float], step: int) -> None:
@@ -293,10 +293,10 @@ def _tensorboard(run: RunDirectory, _name: str, _settings: Settings, run_id: str
     return TrackerRun(run_id, log, lambda _: tracker.finish(), stores_at_once=True)
 
 
-def _trackio(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> TrackerRun:
+def _trackio(run: RunDirectory, run_name: str, project: str, run_id: str) -> TrackerRun:
     tracker = _of_accelerate(
         "trackio",
-        settings["project"],
+        project,
         name=f"{run_name}-{run_id[:8]}",
         resume="allow",
         config=_config(run),
@@ -307,12 +307,12 @@ def _trackio(run: RunDirectory, run_name: str, settings: Settings, run_id: str) 
     return TrackerRun(run_id, tracker.log, lambda _: tracker.finish())
 
 
-def _mlflow(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> TrackerRun:
+def _mlflow(run: RunDirectory, run_name: str, project: str, run_id: str) -> TrackerRun:
     import mlflow
 
     tracker = _of_accelerate(
         "mlflow",
-        settings["experiment"],
+        project,
         run_id=run_id or None,
         run_name=run_name,
         # MLflow would record the user and the program.
@@ -343,7 +343,7 @@ def _allowed(name: str) -> str:
     return _FORBIDDEN.sub("_", name)
 
 
-def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) -> TrackerRun:
+def _wandb(run: RunDirectory, run_name: str, project: str, run_id: str) -> TrackerRun:
     import wandb
 
     run.wandb.mkdir(exist_ok=True)
@@ -351,14 +351,15 @@ def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) ->
         pass  # W&B would fall back to the machine's temporary folder silently
     with suppress(OSError), Path(os.devnull).open() as nothing:
         os.dup2(nothing.fileno(), 0)  # W&B would ask for a key on the terminal
+    mode = wandb_mode()
     known, flushes = wandb.Settings.model_fields, {"x_transaction_log_flush_interval": 0.5}
     tracker = _of_accelerate(
         "wandb",
-        settings["project"],
-        mode=settings["mode"],
+        project,
+        mode=mode,
         name=run_name,
         id=run_id,
-        resume="allow" if settings["mode"] == "online" else None,
+        resume="allow" if mode == "online" else None,
         dir=run.path,
         config=_config(run),
         settings=wandb.Settings(
@@ -393,13 +394,13 @@ def _wandb(run: RunDirectory, run_name: str, settings: Settings, run_id: str) ->
     return TrackerRun(run_id, log, finish, adds_to_rows=False)
 
 
-_STARTS: Mapping[str, Callable[[RunDirectory, str, Settings, str], TrackerRun]] = {
+_STARTS: Mapping[str, Callable[[RunDirectory, str, str, str], TrackerRun]] = {
     "wandb": _wandb,
     "tensorboard": _tensorboard,
     "mlflow": _mlflow,
     "trackio": _trackio,
 }
-"""How to start, or continue, a run at each tracker."""
+"""How to start, or continue, a run at each tracker: its directory, name, project and id."""
 
 
 def _config(run: RunDirectory) -> dict[str, Any]:
@@ -412,10 +413,10 @@ def _config(run: RunDirectory) -> dict[str, Any]:
     return config
 
 
-def _how_to_upload(run: RunDirectory, settings: Settings) -> str | None:
+def _how_to_upload(run: RunDirectory) -> str | None:
     """How to upload what W&B wrote offline: each start of a run has its own folder."""
     parts = list(run.wandb.glob("offline-run-*"))
-    if settings.get("mode") != "offline" or not parts:
+    if wandb_mode() != "offline" or not parts:
         return None
     what = "the run" if len(parts) == 1 else f"all {len(parts)} starts of the run"
     return f"to upload {what} to W&B: wandb sync {quote(str(run.wandb))}"

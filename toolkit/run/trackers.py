@@ -3,14 +3,11 @@
 Imports none of their packages: `dmt doctor` reads the table.
 """
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from toolkit.recipe.schema import LoggingSection
-
-Settings = Mapping[str, Any]
-"""The tracker's section of the recipe; empty where it has none."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +19,7 @@ class Tracker:
     packages: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Distributions that it needs and DMT itself does not: module, and when, if not always."""
     not_inherited: tuple[str, ...] = ()
-    """Environment variables of another run around this one; the recipe decides these."""
+    """Environment variables of another run around this one, which say nothing of this one."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set in rank 0: no reports to the tracker's maker, fewer messages."""
 
@@ -30,9 +27,7 @@ class Tracker:
 TRACKERS = {
     "wandb": Tracker(
         "W&B",
-        not_inherited=(
-            *("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR", "WANDB_MODE"),
-        ),
+        not_inherited=("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR"),
         environment={"WANDB_ERROR_REPORTING": "false"},
     ),
     "tensorboard": Tracker("TensorBoard", {"tensorboard": ("tensorboard", "")}),
@@ -51,13 +46,24 @@ TRACKERS = {
     ),
     "trackio": Tracker("trackio", {"trackio": ("trackio", "")}),
 }
-"""By the name of their setting in `logging`."""
+"""By the name in `logging.trackers`."""
 
 
-def wanted(logging: LoggingSection) -> Iterator[tuple[str, Settings]]:
-    """The trackers that a recipe turns on, with their settings."""
+def wandb_mode() -> str:
+    """The environment's WANDB_MODE: `online` posts to W&B's server, `offline`, the default,
+    writes `wandb/` in the run directory, `disabled` is as if the recipe had no W&B."""
+    return os.environ.get("WANDB_MODE") or "offline"
+
+
+def wanted(logging: LoggingSection) -> Iterator[str]:
+    """The names of the trackers that a recipe turns on."""
     for name in TRACKERS:
-        section = getattr(logging, name)
-        settings = {} if isinstance(section, bool) or section is None else section.model_dump()
-        if section and settings.get("mode") != "disabled":
-            yield name, settings
+        if name in logging.trackers and (name, wandb_mode()) != ("wandb", "disabled"):
+            yield name
+
+
+def trackers_line(logging: LoggingSection) -> str:
+    """The trackers of a run in its announcement; empty without any."""
+    mode = {"wandb": f" ({wandb_mode()})"}
+    titles = [TRACKERS[name].title + mode.get(name, "") for name in wanted(logging)]
+    return f"logging to {', '.join(titles)}, project {logging.project}" if titles else ""

@@ -8,11 +8,11 @@ TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 
 
 def test_the_packages_of_trackers_that_are_on() -> None:
-    on = "logging={tensorboard: true, mlflow: {}, wandb: {mode: disabled}}"
+    on = "logging.trackers=[tensorboard, mlflow]"
     found = needs_of(load_recipe(TINY, [on])).packages
     assert {name: why for name, why in found.items() if why.startswith("logging.")} == {
-        "tensorboard": "logging.tensorboard: true",
-        "mlflow-skinny": "logging.mlflow",
-        "sqlalchemy": "logging.mlflow",
-        "alembic": "logging.mlflow",
+        "tensorboard": "logging.trackers: tensorboard",
+        "mlflow-skinny": "logging.trackers: mlflow",
+        "sqlalchemy": "logging.trackers: mlflow",
+        "alembic": "logging.trackers: mlflow",
     }

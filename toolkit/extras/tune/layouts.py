@@ -26,10 +26,7 @@ _STEPS_TO_JUDGE = 3
 """Measured steps before a layout is given up."""
 _WITHOUT = {
     "logging.every_steps": 1,
-    "logging.wandb": None,
-    "logging.tensorboard": False,
-    "logging.mlflow": None,
-    "logging.trackio": None,
+    "logging.trackers": (),
     "evaluation.every_steps": None,
     "evaluation.early_stopping": None,
     "checkpoint.every_steps": None,
