@@ -11,7 +11,7 @@ from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import attention, model_spec
 from toolkit.models.model import check_config
-from toolkit.plan.hardware.catalogue import gpu
+from toolkit.plan.hardware.catalogue import accelerator
 from toolkit.recipe.places import shipped_recipes
 from toolkit.recipe.schema import Recipe, RowsSource
 
@@ -164,7 +164,7 @@ def test_learning_rate_falls_and_warm_up_is_shorter_than_the_run(path: Path) -> 
 @pytest.mark.parametrize("path", SIZED, ids=NAMES)
 def test_dmt_plan_says_that_it_fits_its_cluster(path: Path, dmt: Dmt) -> None:
     recipe = load(path)
-    memory = gpu(recipe.cluster.gpu).memory_gib
+    memory = accelerator(recipe.cluster.gpu).memory_gib
     assert memory is not None
     # Embedding and head are most of a small model's work, and masks of documents cost time.
     least = 0.2 if recipe.training.objective == "pretrain" else 0.15

@@ -3,16 +3,19 @@
 import pytest
 
 from toolkit.errors import PlanError
-from toolkit.plan.hardware.catalogue import GPUS, gpu
+from toolkit.plan.hardware.catalogue import GPUS, accelerator
 
 
 def test_peaks_are_dense() -> None:
     # The data sheets of Hopper and Blackwell print twice these numbers, "with sparsity".
-    assert gpu("h100-80gb").bf16 == pytest.approx(989.5e12)
-    assert gpu("h200").fp8 == pytest.approx(1979e12)
-    assert gpu("b200").bf16 == pytest.approx(2.25e15)
-    assert gpu("mi300x").bf16 == pytest.approx(1307.4e12)
-    assert (gpu("v100-32gb").peak_flops("bf16"), gpu("cpu").peak_flops("fp32")) == (None, None)
+    assert accelerator("h100-80gb").bf16 == pytest.approx(989.5e12)
+    assert accelerator("h200").fp8 == pytest.approx(1979e12)
+    assert accelerator("b200").bf16 == pytest.approx(2.25e15)
+    assert accelerator("mi300x").bf16 == pytest.approx(1307.4e12)
+    assert (
+        accelerator("v100-32gb").peak_flops("bf16"),
+        accelerator("cpu").peak_flops("fp32"),
+    ) == (None, None)
     for entry in GPUS.values():
         if entry.tf32 and entry.bf16:
             assert entry.bf16 / entry.tf32 == pytest.approx(2, rel=0.03)
@@ -31,8 +34,8 @@ LABELS = {
 @pytest.mark.parametrize("name", [name for name in GPUS if name != "cpu"])
 def test_memory_is_what_the_driver_leaves(name: str) -> None:
     """ECC in GDDR takes a sixteenth of it, what else is kept is below 3%."""
-    label, usable = LABELS[name.removesuffix("-pcie")], gpu(name).memory_gib
-    assert usable is not None and gpu(name).fp16 is not None
+    label, usable = LABELS[name.removesuffix("-pcie")], accelerator(name).memory_gib
+    assert usable is not None and accelerator(name).fp16 is not None
     assert 0.9 * label < usable < label
 
 
@@ -44,7 +47,7 @@ def test_memory_is_what_the_driver_leaves(name: str) -> None:
     ],
 )  # fmt: skip
 def test_a_product_is_its_usual_memory_in_any_case(name: str, found: str) -> None:
-    assert gpu(name) is gpu(found)
+    assert accelerator(name) is accelerator(found)
 
 
 @pytest.mark.parametrize(
@@ -57,8 +60,8 @@ def test_a_product_is_its_usual_memory_in_any_case(name: str, found: str) -> Non
 )  # fmt: skip
 def test_another_name_is_an_error_with_the_nearest_one(name: str, nearest: str) -> None:
     with pytest.raises(PlanError) as raised:
-        gpu(name)
+        accelerator(name)
     assert raised.value.fix.startswith(f"did you mean `{nearest}`? or describe yours")
     with pytest.raises(PlanError) as raised:
-        gpu("x" * 10_000)
+        accelerator("x" * 10_000)
     assert len(str(raised.value)) < 500

@@ -1,18 +1,13 @@
 """Clusters: the short form, the usual links, a user's file, and clear errors."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.recipe.good import GOOD
 from toolkit.errors import PlanError, RecipeError
-from toolkit.intake.load import load_recipe
 from toolkit.plan.hardware.catalogue import GPUS, link
 from toolkit.plan.hardware.cluster import default_cluster, parse_cluster
 from toolkit.plan.hardware.cluster_file import find_cluster, load_cluster
-from toolkit.plan.planner import explore
-from toolkit.recipe.dump import dump_recipe
 
 
 def test_the_short_form_names_nodes_accelerators_and_their_model() -> None:
@@ -108,17 +103,20 @@ def test_measured_speeds_are_kept_apart_from_peaks(tmp_path: Path) -> None:
     assert cluster.network.measured_bytes_per_s is None
 
 
-def test_a_recipe_describes_its_accelerator_as_a_cluster_file_does(tmp_path: Path) -> None:
-    stated = "{like: a100-80gb, name: a800, memory_gib: 70, tflops: {bf16: 300}}"
-    path = tmp_path / "recipe.yaml"
-    path.write_text(GOOD.replace("gpu: cpu", f"gpu: {stated}"))
-    recipe = load_recipe(path)
-    there = load_cluster(write(tmp_path, f"nodes: 1\ngpus_per_node: 2\ngpu: {stated}\n"))
-    assert (there.gpu.name, there.gpu.memory_gib, there.gpu.bf16) == ("a800", 70, 300e12)
-    found = explore(recipe)
-    assert found.cluster == replace(there, name=found.cluster.name)
-    path.write_text(dump_recipe(recipe))
-    assert load_recipe(path) == recipe
+@pytest.mark.parametrize(
+    ("gpu", "key", "fix"),
+    [
+        ("{memory_gib: 3}", "gpu.like", "add `like:`"),
+        ("{like: rtx40990}", "gpu.like", "did you mean `rtx4090`?"),
+        ("{like: a10g, tflops: {bf61: 1}}", "gpu.tflops.bf61", "did you mean `bf16`?"),
+        ("{like: a10g, memory_gib: 0}", "gpu.memory_gib", "write more than 0"),
+    ],
+)
+def test_a_mistake_in_an_accelerator(gpu: str, key: str, fix: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_cluster(write(tmp_path, f"nodes: 1\ngpus_per_node: 2\ngpu: {gpu}\n"))
+    (problem,) = raised.value.problems
+    assert (problem.key, problem.line) == (key, 3) and problem.fix.startswith(fix)
 
 
 def test_every_mistake_of_a_file_is_reported_with_its_line(tmp_path: Path) -> None:

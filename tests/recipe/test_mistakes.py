@@ -202,17 +202,7 @@ MISTAKES = {
     "python tag": M("training.seed: !!python/object/apply:os.system [id]", "tag"),
     "own tag": M("training.seed: !env SEED", "remove the tag"),
     "GPU": M("cluster.gpu: p100", "describe yours by the closest"),
-    "GPU like none": M("cluster.gpu: {memory_gib: 3}", "add `like:`", "cluster.gpu.like"),
-    "GPU like an unknown one": M(
-        "cluster.gpu: {like: rtx40990}", "did you mean `rtx4090`?", "cluster.gpu.like",
-    ),
-    "GPU like a processor": M("cluster.gpu: {like: cpu}", "gpu: cpu", "cluster.gpu.like"),
-    "GPU of unknown precision": M(
-        "cluster.gpu: {like: a10g, tflops: {bf61: 1}}", "`bf16`?", "cluster.gpu.tflops.bf61",
-    ),
-    "GPU without memory": M(
-        "cluster.gpu: {like: a10g, memory_gib: 0}", "more than 0", "cluster.gpu.memory_gib",
-    ),
+    "GPU as a map": M("cluster.gpu: {like: a10g, memory_gib: 3}", "with --cluster"),
     "project with a control character": M(
         'logging.project: "a\\eb"', "write 1 to 128 characters, without"
     ),

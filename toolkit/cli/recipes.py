@@ -56,7 +56,7 @@ def _row(
     parameters = model_spec(first.model.config or {}).parameters.total
     cells = ["-"] * len(_TASKS)
     for task, recipe in loaded.items():
-        gpu = str(recipe.cluster.gpu).partition("-")[0]
+        gpu = recipe.cluster.gpu.partition("-")[0]
         cell = [str(recipe.cluster.world_size), gpu]
         if (speed := speeds.get(f"{size}-{task}")) is not None:
             cell.append(human(speed))

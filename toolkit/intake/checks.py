@@ -320,13 +320,9 @@ def _accelerator(recipe: Recipe) -> Iterator[Problem]:
     try:
         device = accelerator(stated)
     except PlanError as error:
-        known = error.message.partition("known: ")[2] or "a name of the hardware catalogue"
-        key, name = ("", stated) if isinstance(stated, str) else (".like", stated.like)
-        yield Problem(f"cluster.gpu{key}", name, known, error.fix)
+        known = error.message.partition("known: ")[2]
+        yield Problem("cluster.gpu", stated, known, error.fix)
         return
-    if not isinstance(stated, str) and stated.like.lower() == "cpu":
-        fix = "write gpu: cpu; `dmt doctor --calibrate` measures a processor"
-        yield Problem("cluster.gpu.like", "cpu", "a GPU of the hardware catalogue", fix)
     precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
     here = [name for name in engines if _computes(device, name)]
     if precision not in here:

@@ -59,7 +59,7 @@ def job_of(assignment: Assignment, settle: bool = False) -> Job:
         recipe=dump_recipe(settled(recipe, plan) if settle else recipe),
         env={
             **gpu_variables(recipe),
-            **BACKENDS[plan.engine].environment(plan.layout, str(recipe.cluster.gpu)),
+            **BACKENDS[plan.engine].environment(plan.layout, recipe.cluster.gpu),
         },
         predicted_s=None if steps is None else plan.run_s(recipe.training.batches, steps),
     )

@@ -213,7 +213,9 @@ def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:
         takes_one = setting.takes("string", "integer", "number", "boolean")
         single = len(value) == 1 and takes_one and not takes_list
         return f"without brackets: {stated.text((*path, 0))}" if single else ""
-    if isinstance(value, dict) or value is None:
+    if isinstance(value, dict):
+        return later_value(setting_of(path), "a map")
+    if value is None:
         return ""
     if isinstance(value, str):
         return _fix_text(path, value, setting, stated)

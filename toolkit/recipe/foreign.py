@@ -185,6 +185,9 @@ _ONE_BIT = "onebitadam onebit_adam zerooneadam zero_one_adam onebitlamb onebit_l
 _FP8 = "write bf16, and `kernels: {fp8: rowwise}`"
 
 LATER_VALUES: dict[str, dict[str, str]] = {
+    "cluster.gpu": {
+        "a map": "describe it in a cluster file, and name that with --cluster (docs/cluster.md)"
+    },
     "training.precision": dict.fromkeys(("fp8", "float8"), _FP8),
     "kernels.fp8": {"rowwise_with_gw_hp": "write rowwise, or null for products in 16 bits"},
     "parallel.engine": {

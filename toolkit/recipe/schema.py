@@ -89,10 +89,6 @@ KubernetesName: TypeAlias = Annotated[
     Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$"),
     Wording("lowercase letters, digits, `-` and `.`, as in Kubernetes names"),
 ]
-Tflops: TypeAlias = Annotated[
-    dict[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], PositiveFloat],
-    Wording("a map of TFLOP/s > 0 by fp32, tf32, fp16, bf16, fp8"),
-]
 AdapterTargets: TypeAlias = (
     Literal["all-linear", "attention", "mlp", "experts"]
     | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
@@ -692,34 +688,6 @@ class ParallelSection(Section):
     """Replicas over slow links (docs/launchers.md#replicas-over-slow-links)."""
 
 
-class GpuSection(Section):
-    """An accelerator that is not in the hardware catalogue, described by the closest one."""
-
-    like: NonEmpty
-    """Name in the catalogue; its values are used for everything that is not set."""
-    name: NonEmpty | None = None
-    """Name to show."""
-    memory_gib: PositiveFloat | None = None
-    """Total that the driver reports: `torch.cuda.get_device_properties(0).total_memory`."""
-    memory_gigabytes_per_s: PositiveFloat | None = None
-    """Memory bandwidth."""
-    tflops: Tflops | None = None
-    """Peak throughput without sparsity."""
-
-    def __str__(self) -> str:
-        return self.name or self.like
-
-
-GPU_NAME, GPU_MAP = "(name)", "(map)"
-"""pydantic's names of the two forms of `cluster.gpu`; error texts do not show them."""
-
-
-GpuChoice: TypeAlias = Annotated[
-    Annotated[NonEmpty, Tag(GPU_NAME)] | Annotated[GpuSection, Tag(GPU_MAP)],
-    Discriminator(lambda value: GPU_MAP if isinstance(value, dict | Section) else GPU_NAME),
-]
-
-
 class ClusterSection(Section):
     """The machines that the run is planned for."""
 
@@ -727,9 +695,9 @@ class ClusterSection(Section):
     """Machines."""
     gpus_per_node: Degree = 1
     """Processes per machine, one per GPU (or per CPU process with `gpu: cpu`)."""
-    gpu: GpuChoice = "cpu"
-    """Accelerator name in the hardware catalogue, e.g. `h100-80gb`, or `cpu`; or a map, e.g.
-    `{like: h100-80gb, memory_gib: 94}`."""
+    gpu: NonEmpty = "cpu"
+    """Accelerator name in the hardware catalogue, e.g. `h100-80gb`, or `cpu`. A cluster file
+    describes one of your own (docs/cluster.md)."""
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of each GPU's memory that a plan may need."""
 

@@ -2,11 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from toolkit.errors import PlanError
-from toolkit.recipe.schema import GpuSection
 from toolkit.text.suggest import closest
 
 GIGA = 1e9
@@ -194,30 +193,6 @@ def name_of_device(device: str) -> str:
     return next((row[0] for row in _ROWS if re.search(row[1], device.lower())), device)
 
 
-def accelerator(stated: str | GpuSection) -> Gpu:
-    """What a recipe's `cluster.gpu` names, or describes by figures that differ from those of
-    the catalogue. Raises PlanError for unknown names."""
-    if isinstance(stated, str):
-        return gpu(stated)
-    base, differs = gpu(stated.like), stated.model_dump(exclude_none=True)
-    changes = figures(differs)
-    if "name" in differs:
-        changes |= {"name": differs["name"], "like": base.name}
-    if "memory_gib" in differs:
-        changes["memory_gib"] = differs["memory_gib"]
-    return replace(base, **changes)
-
-
-def figures(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Speeds of an accelerator, in the units of `Gpu`."""
-    found: dict[str, Any] = {
-        name: value * TERA for name, value in stated.get("tflops", {}).items()
-    }
-    if "memory_gigabytes_per_s" in stated:
-        found["memory_bytes_per_s"] = stated["memory_gigabytes_per_s"] * GIGA
-    return found
-
-
 _ONE_KEY = 0.9
 """Similarity of names that differ by about one character."""
 _ALIASES = {"v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb"}
@@ -236,8 +211,8 @@ def _similar(name: str) -> str:
     return f"did you mean `{near}`?" if near else "choose one of these,"
 
 
-def gpu(name: str) -> Gpu:
-    """Look an accelerator up by its catalogue name, in any case (`H100-80GB`, `h100`).
+def accelerator(name: str) -> Gpu:
+    """Look one up by its catalogue name, in any case (`H100-80GB`, `h100`).
 
     Raises PlanError naming the known accelerators when there is none of that name.
     """
@@ -245,7 +220,7 @@ def gpu(name: str) -> Gpu:
     if found is None:
         raise PlanError(
             f"cluster.gpu: found {name[:80]!r}; known: {', '.join(GPUS)}",
-            fix=f"{_similar(name)} or"
-            " describe yours by the closest: {like: h100-80gb, memory_gib: 94, …}",
+            fix=f"{_similar(name)} or describe yours by the closest in a cluster file: "
+            "`gpu: {like: h100-80gb, memory_gib: 94}` (docs/cluster.md)",
         )
     return found

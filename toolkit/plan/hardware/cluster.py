@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from toolkit.errors import PlanError
-from toolkit.plan.hardware.catalogue import Gpu, Surroundings, accelerator, gpu
-from toolkit.recipe.schema import ClusterSection, GpuSection
+from toolkit.plan.hardware.catalogue import Gpu, Surroundings, accelerator
+from toolkit.recipe.schema import ClusterSection
 
 Basis = Literal["calibrated", "data sheet", "nominal"]
 
@@ -63,7 +63,7 @@ class Cluster(Surroundings):
 
 def usual_gpus_per_node(name: str) -> int:
     """Accelerators of a node as vendors sell them. Raises PlanError for unknown names."""
-    return _usual(gpu(name)).gpus_per_node
+    return _usual(accelerator(name)).gpus_per_node
 
 
 def _usual(device: Gpu) -> Surroundings:
@@ -71,12 +71,12 @@ def _usual(device: Gpu) -> Surroundings:
     return device.usual
 
 
-def default_cluster(nodes: int, gpus_per_node: int, name: str | GpuSection) -> Cluster:
+def default_cluster(nodes: int, gpus_per_node: int, gpu: str | Gpu) -> Cluster:
     """A cluster of an accelerator with the links that usually come with it.
 
     Raises PlanError for an accelerator that the catalogue lacks.
     """
-    device = accelerator(name)
+    device = accelerator(gpu) if isinstance(gpu, str) else gpu
     here = {"gpus_per_node": gpus_per_node, "nodes": nodes, "gpu": device}
     label = f"{nodes}x{gpus_per_node}x{device.name}"
     return Cluster(**(vars(_usual(device)) | here), name=label)

@@ -12,17 +12,54 @@ price_per_gpu_hour: 2.5
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Field, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError
 
 from toolkit.errors import PlanError, Problem, RecipeError
-from toolkit.plan.hardware.catalogue import GIGA, Gpu, Link, LinkKind, figures, link
+from toolkit.plan.hardware.catalogue import (
+    GIGA,
+    TERA,
+    Gpu,
+    Link,
+    LinkKind,
+    accelerator,
+    link,
+)
 from toolkit.plan.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.recipe import yaml_text
 from toolkit.recipe.explain import explain
-from toolkit.recipe.schema import GpuChoice, Tflops
-from toolkit.recipe.section import Degree, PositiveFloat, Section
+from toolkit.recipe.section import Degree, NonEmpty, PositiveFloat, Section, Wording
+
+Tflops: TypeAlias = Annotated[
+    dict[Literal["fp32", "tf32", "fp16", "bf16", "fp8"], PositiveFloat],
+    Wording("a map of TFLOP/s > 0 by fp32, tf32, fp16, bf16, fp8"),
+]
+
+
+class GpuSection(Section):
+    """An accelerator that is not in the hardware catalogue, described by the closest one."""
+
+    like: NonEmpty
+    """Name in the catalogue; its values are used for everything that is not set."""
+    name: NonEmpty | None = None
+    """Name to show."""
+    memory_gib: PositiveFloat | None = None
+    """Total that the driver reports: `torch.cuda.get_device_properties(0).total_memory`."""
+    memory_gigabytes_per_s: PositiveFloat | None = None
+    """Memory bandwidth."""
+    tflops: Tflops | None = None
+    """Peak throughput without sparsity."""
+
+
+GPU_NAME, GPU_MAP = "(name)", "(map)"
+"""pydantic's names of the two forms of `gpu`; error texts do not show them."""
+
+
+GpuChoice: TypeAlias = Annotated[
+    Annotated[NonEmpty, Tag(GPU_NAME)] | Annotated[GpuSection, Tag(GPU_MAP)],
+    Discriminator(lambda value: GPU_MAP if isinstance(value, dict | Section) else GPU_NAME),
+]
 
 
 class LinkFigures(Section):
@@ -123,7 +160,7 @@ def _disagreeing(root: yaml_text.Stated) -> Iterator[Problem]:
 
 def _cluster(stated: ClusterFile) -> Cluster:
     """The usual cluster of this accelerator with what the file says in its place."""
-    base = default_cluster(stated.nodes, stated.gpus_per_node, stated.gpu)
+    base = default_cluster(stated.nodes, stated.gpus_per_node, _described(stated.gpu))
     measured, like = stated.measured, base.gpu.like or base.gpu.name
     changes: dict[str, Any] = {
         "node_link": _link(
@@ -131,7 +168,7 @@ def _cluster(stated: ClusterFile) -> Cluster:
         ),
         "network": _link(stated.network, base.network, measured.network_gigabytes_per_s),
     }
-    if speeds := figures(measured.model_dump(exclude_none=True)):
+    if speeds := _figures(measured):
         speed = Gpu(f"{like} as measured", None, **speeds)
         changes["gpu"] = replace(base.gpu, measured=speed)
     for key in ("name", "host_memory_gib", "nvme_gib", "price_per_gpu_hour", "link_domain"):
@@ -140,6 +177,26 @@ def _cluster(stated: ClusterFile) -> Cluster:
         if speed := getattr(stated, f"{key}_gigabytes_per_s"):
             changes[f"{key}_bytes_per_s"] = speed * GIGA
     return replace(base, **changes)
+
+
+def _described(stated: str | GpuSection) -> Gpu:
+    """The accelerator that `gpu` names, or describes by what differs from one of the
+    catalogue."""
+    if isinstance(stated, str):
+        return accelerator(stated)
+    base, changes = accelerator(stated.like), _figures(stated)
+    if stated.name is not None:
+        changes |= {"name": stated.name, "like": base.name}
+    if stated.memory_gib is not None:
+        changes["memory_gib"] = stated.memory_gib
+    return replace(base, **changes)
+
+
+def _figures(stated: GpuSection | MeasuredSection) -> dict[str, Any]:
+    """Speeds of an accelerator, in the units of `Gpu`."""
+    speed = stated.memory_gigabytes_per_s
+    found: dict[str, Any] = {} if speed is None else {"memory_bytes_per_s": speed * GIGA}
+    return found | {name: value * TERA for name, value in (stated.tflops or {}).items()}
 
 
 def _link(stated: LinkFigures, base: Link, measured: float | None) -> Link:
