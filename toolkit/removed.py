@@ -22,6 +22,10 @@ SETTINGS: dict[str, str] = {
     },
     "data.remote_cache_gib": "remove it: a pair of token files at a URL is copied into "
     "data.cache once",
+    "training.batch_ramp.tokens": "write training.batch_ramp.steps, the steps until the batch is "
+    "whole",
+    "data.stages.from_tokens": "write from_step: tokens / (training.global_batch_size · "
+    "training.sequence_length)",
     "data.stages.sequence_length": "train each length as a run of its own: the second with its "
     "training.sequence_length, `model.init: checkpoint` and `model.checkpoint: FOLDER`, a "
     "checkpoint of the first",

@@ -250,7 +250,10 @@ MISTAKES = {
         "training.batch_ramp: {start: 4, increment: 3, steps: 10}", "increment to 2",
         "training.batch_ramp.increment",
     ),
-    "ramp without a length": M("training.batch_ramp: {start: 4, increment: 4}", "`steps: N`"),
+    "ramp without a length": M(
+        "training.batch_ramp: {start: 4, increment: 4}", "add `steps:`",
+        "training.batch_ramp.steps",
+    ),
     "ramp from the whole batch": M(
         "training.batch_ramp: {start: 8, increment: 4, steps: 10}", "set it to less",
         "training.batch_ramp.start",

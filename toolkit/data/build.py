@@ -177,7 +177,7 @@ def _ordered(
     first = Stage(0, Interleaving(passes if any(passes) else weights))
     stages = [
         Stage(
-            batches.samples(stage.first_step(batches)),
+            batches.samples(stage.from_step),
             Interleaving([exact(stage.weights[one.title]) for one in data.sources]),
         )
         for stage in data.stages

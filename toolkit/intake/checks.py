@@ -275,17 +275,12 @@ def _nvme(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _ramp(recipe: Recipe) -> Iterator[Problem]:
-    """A batch that grows ends at the whole one, after steps or tokens."""
-    ramp, whole, key = recipe.training.batch_ramp, recipe.training.global_batch_size, _RAMP
-    if ramp is None:
-        return
-    if (ramp.steps is None) == (ramp.tokens is None):
-        fix = "write `steps: N` or `tokens: N`"
-        yield Problem(key, "both or neither", "one of steps and tokens", fix)
-    if ramp.start >= whole:
+    """A batch that grows ends at the whole one."""
+    ramp, whole = recipe.training.batch_ramp, recipe.training.global_batch_size
+    if ramp is not None and ramp.start >= whole:
         fix = "set it to less, or remove training.batch_ramp"
         allowed = f"less than training.global_batch_size ({whole})"
-        yield Problem(f"{key}.start", str(ramp.start), allowed, fix)
+        yield Problem(f"{_RAMP}.start", str(ramp.start), allowed, fix)
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:

@@ -123,11 +123,7 @@ def _stages(recipe: Recipe) -> Iterator[Problem]:
     titles = {source.title for source in data.sources}
     for number, stage in enumerate(data.stages):
         key = f"data.stages[{number}]"
-        if (stage.from_step is None) == (stage.from_tokens is None):
-            fix = "write `from_step: N` or `from_tokens: N`"
-            yield Problem(key, "both or neither", "one of from_step and from_tokens", fix)
-            return
-        first = stage.first_step(recipe.training.batches)
+        first = stage.from_step
         if first <= before:
             allowed = f"a step after {before}"
             yield Problem(key, f"a stage from step {first}", allowed, "put stages in order")

@@ -28,22 +28,12 @@ class BatchSizes:
     """Positions of a sample, masked ones too."""
 
     @classmethod
-    def of(
-        cls,
-        sizes: Sequence[int],
-        sample_tokens: int,
-        steps: int | None = None,
-        tokens: int | None = None,
-    ) -> "BatchSizes":
-        """Sizes that follow each other in equal parts of the first `steps` steps or `tokens`
-        tokens, after which the last one stays."""
+    def of(cls, sizes: Sequence[int], sample_tokens: int, steps: int = 0) -> "BatchSizes":
+        """Sizes that follow each other in equal parts of the first `steps` steps, after which
+        the last one stays."""
         found = cls((BatchStage(0, 0, sizes[0]),), sample_tokens)
         for number, size in enumerate(sizes[1:], start=1):
-            share = Fraction(number, len(sizes) - 1)
-            if steps is not None:
-                first = math.ceil(share * steps)
-            else:
-                first = found.steps_of_tokens(math.ceil(share * (tokens or 0)))
+            first = math.ceil(Fraction(number * steps, len(sizes) - 1))
             stage = BatchStage(first, found.samples(first), size)
             found = replace(found, stages=(*found.stages, stage))
         return found

@@ -41,7 +41,7 @@ _NAMES = {
         "per_device_eval_batch_size local_batch_size micro_batch",
     Foreign("training.global_batch_size", "sequences per optimizer step over all ranks"):
         "train_batch_size batch_size global_batch",
-    Foreign("training.batch_ramp", "`{start: N, increment: N, tokens: N}`"):
+    Foreign("training.batch_ramp", "`{start: N, increment: N, steps: N}`"):
         "rampup_batch_size batch_size_rampup",
     Foreign("training.sequence_length"): "seq_len",
     # length of the run

@@ -300,16 +300,10 @@ Sources: TypeAlias = Annotated[
 class StageSection(Section):
     """A step from which the weights of a list of sources change."""
 
-    from_step: Positive | None = None
+    from_step: Positive
     """The stage begins after this number of steps."""
-    from_tokens: TokenCount | None = None
-    """The same, in training tokens; rounded up to whole steps."""
     weights: dict[NonEmpty, NonNegativeFloat]
     """Weight of every source, by its label."""
-
-    def first_step(self, batches: BatchSizes) -> int:
-        """Steps before it, in a run with these batches."""
-        return self.from_step or batches.steps_of_tokens(self.from_tokens or 0)
 
 
 class DataSection(Section):
@@ -385,10 +379,8 @@ class BatchRampSection(Section):
     """Samples of the first steps."""
     increment: Positive
     """Samples added each time, fewer the last time."""
-    steps: Positive | None = None
+    steps: Positive
     """Steps until the batch is whole, divided evenly among the sizes before."""
-    tokens: TokenCount | None = None
-    """The same, in training tokens."""
 
 
 class TrainingSection(Section):
@@ -435,7 +427,7 @@ class TrainingSection(Section):
         if ramp is None:
             return BatchSizes.of([whole], tokens)
         sizes = [*range(ramp.start, whole, ramp.increment), whole]
-        return BatchSizes.of(sizes, tokens, ramp.steps, ramp.tokens)
+        return BatchSizes.of(sizes, tokens, ramp.steps)
 
     def total_steps(self, samples_per_epoch: int | None = None) -> int | None:
         """Optimizer steps of the run; None where it is given in epochs, of an unknown number
