@@ -116,6 +116,8 @@ SETTINGS: dict[str, str] = {
     "launch.spares": "remove it: machines beyond launch.elastic.max_nodes wait",
     "launch.remote_start": "`deepspeed --hostfile FILE --launcher NAME launch/train.py RECIPE`",
     "launch.mpi": "`mpirun OPTIONS python launch/train.py RECIPE` (docs/launchers.md)",
+    "evaluation.early_stopping": "write evaluation.patience: N, in validations without a lower "
+    "loss",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
     **{
         f"logging.{name}": f"write logging.trackers: [{name}]{more}"

@@ -210,8 +210,8 @@ def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
         PlanError, match=r"optimizer\.name, which TrainingArguments cannot state"
     ):
         training_arguments(TINY, ["optimizer.name=muon"], output_dir="out")
-    with pytest.raises(PlanError, match=r"evaluation\.early_stopping, which Training"):
-        early = "evaluation.early_stopping={patience: 2}"
+    with pytest.raises(PlanError, match=r"evaluation\.patience, which Training"):
+        early = "evaluation.patience=2"
         overrides = [early, "evaluation.every_steps=5", "parallel.engine=ddp"]
         training_arguments(TINY, overrides, output_dir="out")
     with pytest.raises(PlanError, match=r"optimizer\.groups, which Training"):

@@ -44,7 +44,7 @@ schedule:
   warmup_steps: 3
   min_learning_rate: 3.0e-3
   plateau: {factor: 0.5, patience: 0}
-evaluation: {every_steps: 2, batches: 2, early_stopping: {patience: 5, threshold: 0.01}}
+evaluation: {every_steps: 2, batches: 2, patience: 2}
 parallel: {engine: ddp}
 cluster: {nodes: 1, gpus_per_node: 1, gpu: cpu}
 checkpoint: {every_steps: 4, keep: 1, keep_best: 2}
@@ -77,7 +77,7 @@ def one_process(case: Case) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(case: Case, one_process: Path) -> Reference:
-    """The samples that the run names, trained here until five validations are no better."""
+    """The samples that the run names, trained here until two validations are no better."""
     numbers = sample_numbers(one_process)
     model, optimizer = case.in_torch(lr=1e-2, eps=1e-5)
     scheduler = ReduceLROnPlateau(optimizer, mode="min", factor=0.5, patience=0, min_lr=3e-3)
@@ -102,9 +102,9 @@ def reference(case: Case, one_process: Path) -> Reference:
             found.validation[step] = float(now)
             if step >= WARMUP:
                 scheduler.step(now)
-            worse = 0 if float(now) < best - 0.01 else worse + 1
+            worse = 0 if float(now) < best else worse + 1
             best = min(best, float(now))
-            if worse == 5:
+            if worse == 2:
                 break
     return found
 

@@ -243,7 +243,7 @@ MISTAKES = {
     "decay without wsd": M("schedule.decay_steps: 5", "wsd"),
     "shape of a decay without wsd": M("schedule.decay: 1-sqrt", "wsd"),
     "early stopping without validations": M(
-        "evaluation.early_stopping: {patience: 3}", "set evaluation.every_steps",
+        "evaluation.patience: 3", "set evaluation.every_steps",
         given=("-evaluation.every_steps",),
     ),
     "ramp that no layout can spread": M(
@@ -334,7 +334,7 @@ MISTAKES = {
         "optimizer.name: OneBitAdam", "parallel.outer",
     ),
     "noise of TRL": M("training.neftune: 5", "remove it"),
-    "early stopping": M("training.early_stopping: 5", "belongs under `evaluation`"),
+    "early stopping": M("training.early_stopping: 5", "`evaluation.patience`"),
     "generation": M("training.predict_with_generate: true", "docs/checkpoints.md"),
     "the best model": M("training.load_best_model_at_end: true", "checkpoint.keep_best"),
     "completions": M("data.completion_only: true", "data.train.loss_on"),

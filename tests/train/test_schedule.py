@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from toolkit.checkpoint.validation import ValidationHistory
-from toolkit.recipe.schema import EarlyStoppingSection, PlateauSection, ScheduleSection
+from toolkit.recipe.schema import PlateauSection, ScheduleSection
 from toolkit.train.plateau import after_validation
 from toolkit.train.schedule import learning_rate
 
@@ -142,22 +142,21 @@ def test_a_plateau_is_that_of_torch(losses, patience, lowest):
     assert learning_rate(2, 8, 3.0, schedule, state) == 3.0, "another peak begins there"
 
 
-@given(LOSSES, st.integers(1, 4), st.sampled_from([0.0, 0.1]))
-def test_a_run_ends_where_the_trainer_ends_it(losses, patience, threshold):
+@given(LOSSES, st.integers(1, 4))
+def test_a_run_ends_where_the_trainer_ends_it(losses, patience):
     """Transformers' callback, and its rule for the best metric."""
-    theirs = EarlyStoppingCallback(patience, threshold)
+    theirs = EarlyStoppingCallback(patience)
     arguments = TrainingArguments(
         "unused", metric_for_best_model="loss", greater_is_better=False, use_cpu=True
     )
     state, history = TrainerState(), ValidationHistory()
-    section = EarlyStoppingSection(patience=patience, threshold=threshold)
     for step, loss in enumerate(filter(math.isfinite, losses), start=1):
         control = TrainerControl()
         theirs.on_evaluate(arguments, state, control, {"eval_loss": loss})
         if state.best_metric is None or loss < state.best_metric:
             state.best_metric, state.best_global_step = loss, step
-        history = history.after(step, loss, threshold)
-        assert history.ends_run(section) == control.should_training_stop
+        history = history.after(step, loss)
+        assert history.ends_run(patience) == control.should_training_stop
         assert (history.best_loss, history.best_step) == (
             state.best_metric,
             state.best_global_step,

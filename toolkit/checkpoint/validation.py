@@ -4,8 +4,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from toolkit.recipe.schema import EarlyStoppingSection
-
 
 @dataclass(frozen=True)
 class PlateauState:
@@ -32,34 +30,30 @@ class ValidationHistory:
     best_loss: float | None = None
     """The lowest one, and the first step that had it."""
     without_improvement: int = 0
-    """Validations, the last one included, since the loss was last below the lowest one before
-    by more than `evaluation.early_stopping.threshold`."""
+    """Validations, the last one included, since the lowest one."""
     plateau: PlateauState | None = None
     """None before the first validation that it counts."""
 
-    def after(self, step: int, loss: float, threshold: float = 0.0) -> "ValidationHistory":
+    def after(self, step: int, loss: float) -> "ValidationHistory":
         """The history after a validation at `step`; its `plateau` is left to the schedule."""
         finite, best = math.isfinite(loss), self.best_loss
         lower = finite and (best is None or loss < best)
-        improved = finite and (best is None or best - loss > threshold)
         return replace(
             self,
             step=step,
             loss=loss if finite else None,
             best_step=step if lower else self.best_step,
             best_loss=loss if lower else best,
-            without_improvement=0 if improved else self.without_improvement + 1,
+            without_improvement=0 if lower else self.without_improvement + 1,
         )
 
     def loss_at(self, step: int) -> float | None:
         """The validation loss of a checkpoint of `step` with this history, if it has one."""
         return self.loss if self.step == step else None
 
-    def ends_run(self, early_stopping: EarlyStoppingSection | None) -> bool:
-        """Whether a run with this recipe section stops here."""
-        if early_stopping is None:
-            return False
-        return self.without_improvement >= early_stopping.patience
+    def ends_run(self, patience: int | None) -> bool:
+        """Whether a run with this `evaluation.patience` stops here."""
+        return patience is not None and self.without_improvement >= patience
 
     @property
     def reason(self) -> str:

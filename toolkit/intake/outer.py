@@ -35,7 +35,7 @@ def outer_problems(recipe: Recipe) -> Iterator[Problem]:
         "data.stages": data.stages and "none",
         "data.train": stops and "no source with at_end: stop",
         "schedule.name": recipe.schedule.name == "plateau" and "another schedule",
-        "evaluation.early_stopping": recipe.evaluation.early_stopping and "null",
+        "evaluation.patience": recipe.evaluation.patience and "null",
         "training.objective": REFERENCE in recipe.objective().reads
         and "an objective without a reference model",
         "parallel.zero.offload_optimizer": zero.offload_optimizer == "nvme" and "none or cpu",

@@ -110,9 +110,9 @@ _NAMES = {
     Foreign(None, "the best checkpoint has the lowest validation loss; remove it"):
         "metric_for_best_model greater_is_better",
     Foreign("kernels.fp8"): "float8 fp8_recipe float8_recipe_name enable_fp8",
-    Foreign("evaluation.early_stopping", "`{patience: N}`, in validations"):
-        "early_stopping_patience early_stopping_steps",
-    Foreign("evaluation.early_stopping.threshold"): "early_stopping_threshold",
+    Foreign("evaluation.patience", "in validations"):
+        "early_stopping early_stopping_patience early_stopping_steps",
+    Foreign(None, "a lower loss counts, however little; remove it"): "early_stopping_threshold",
     Foreign(None, "nothing is generated in training; remove it, docs/checkpoints.md has how"):
         "generate predict_with_generate do_sample generation_config generation_max_length",
     Foreign("dpo.loss", "`sigmoid`, `ipo` or `hinge`"): "loss_type pref_loss",

@@ -577,15 +577,6 @@ class ScheduleSection(Section):
         return math.ceil(self.warmup_ratio * total_steps)
 
 
-class EarlyStoppingSection(Section):
-    """The end of a run whose validation loss no longer improves."""
-
-    patience: Positive
-    """Validations in a row without improvement after which the run ends."""
-    threshold: NonNegativeFloat = 0.0
-    """Smallest drop of the validation loss that counts."""
-
-
 class EvaluationSection(Section):
     """Validation loss during training and at the end."""
 
@@ -593,8 +584,9 @@ class EvaluationSection(Section):
     """Steps between evaluations; null for none before the end."""
     batches: Positive = 20
     """Global batches per evaluation (fewer when the validation data is smaller)."""
-    early_stopping: EarlyStoppingSection | None = None
-    """When the run ends before its last step, as a finished one; null: never."""
+    patience: Positive | None = None
+    """Validations in a row without a lower loss after which the run ends, as a finished one;
+    null: it goes on."""
 
 
 class ZeroSection(Section):
@@ -888,10 +880,10 @@ class Recipe(Section):
     def follows_validation(self) -> dict[str, str]:
         """The settings that let a run depend on its validation losses, by dotted key; empty
         without any."""
-        stopping, best = self.evaluation.early_stopping, self.checkpoint.keep_best
+        stopping, best = self.evaluation.patience, self.checkpoint.keep_best
         found = {"schedule.name": "plateau"} if self.schedule.name == "plateau" else {}
         if stopping is not None:
-            found["evaluation.early_stopping"] = f"{{patience: {stopping.patience}}}"
+            found["evaluation.patience"] = str(stopping)
         return found | ({"checkpoint.keep_best": str(best)} if best is not None else {})
 
     def total_steps(self) -> int | None:

@@ -213,7 +213,7 @@ class RunCheckpoints:
         """
         step, name = found.manifest.step, short(found.folder)
         history, section = found.manifest.validation, self.assignment.recipe.evaluation
-        early = step < steps and history.ends_run(section.early_stopping)
+        early = step < steps and history.ends_run(section.patience)
         ended = (step >= steps or early) and any(
             event.get("kind") == "end"
             and event.get("exit_code") == EXIT_DONE

@@ -164,7 +164,7 @@ class TrainingRun:
 
     def _ends(self) -> bool:
         """Whether all steps are done, or the validation losses end the run early."""
-        ends = self.progress.validation.ends_run(self.recipe.evaluation.early_stopping)
+        ends = self.progress.validation.ends_run(self.recipe.evaluation.patience)
         return self.progress.step >= self.steps or ends
 
     def _micro_batches(self, step: int, consumed_samples: int) -> list[MicroBatch]:
@@ -304,9 +304,7 @@ class TrainingRun:
         """Let later steps depend on a validation loss. A plateau is looked for behind the
         warm-up."""
         progress, schedule = self.progress, self.recipe.schedule
-        stopping = self.recipe.evaluation.early_stopping
-        threshold = stopping.threshold if stopping is not None else 0.0
-        history = progress.validation.after(progress.step, loss, threshold)
+        history = progress.validation.after(progress.step, loss)
         if schedule.name == "plateau" and progress.step >= schedule.warmup(self.steps):
             peak = self.recipe.optimizer.learning_rate
             state = after_validation(history.plateau, loss, peak, schedule)

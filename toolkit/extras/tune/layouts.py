@@ -28,7 +28,7 @@ _WITHOUT = {
     "logging.every_steps": 1,
     "logging.trackers": (),
     "evaluation.every_steps": None,
-    "evaluation.early_stopping": None,
+    "evaluation.patience": None,
     "checkpoint.every_steps": None,
     "checkpoint.keep_best": None,
     "checkpoint.export": False,
