@@ -64,14 +64,7 @@ SETTINGS: dict[str, str] = {
         for key, value in {"threshold": "0.0001", "cooldown": "0"}.items()
     },
     "optimizer.layer_decay": "state the rates in `optimizer.groups`, a group for each layer",
-    **{
-        f"optimizer.muon.{key}": f"remove it: {always}"
-        for key, always in {
-            "nesterov": "Muon's momentum is Nesterov's",
-            "ns_steps": "the iteration has 5 steps",
-            "adjust_lr": "updates are as large as AdamW's (match_rms_adamw)",
-        }.items()
-    },
+    "optimizer.muon": "remove it: the momentum is 0.95, and Nesterov's",
     "optimizer.adafactor": "remove it; `optimizer.name: adamw_8bit` has moments of 8 bits",
     "cluster.groups": "remove it, and plan for machines of one kind; `parallel.balance: auto` "
     "moves samples to faster ranks",
@@ -169,9 +162,12 @@ DEFAULTS: dict[str, object] = {
     "launch.kubernetes.kind": "pytorchjob",
     "launch.kubernetes.runtime": "torch-distributed",
     "launch.kubernetes.mount_path": "/dmt",
-    "optimizer.muon.nesterov": True,
-    "optimizer.muon.ns_steps": 5,
-    "optimizer.muon.adjust_lr": "match_rms_adamw",
+    "optimizer.muon": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_steps": 5,
+        "adjust_lr": "match_rms_adamw",
+    },
     "launch.mpi": {"command": "mpirun", "options": []},
     "parallel.zero.hpz": 1,
     "parallel.zero.quantized_weights": False,
@@ -272,10 +268,17 @@ def without_unset(stated: Any, prefix: str = "") -> Any:
 
 
 def _is_unset(path: str, value: object) -> bool:
-    """Null, or what was the default; `true` is no 1."""
+    """Null, or what was the default; of a section, each value."""
     default = DEFAULTS.get(path)
+    if isinstance(default, Mapping) and isinstance(value, Mapping):
+        return all(key in default and _same(default[key], value[key]) for key in value)
+    return value is None or _same(default, value)
+
+
+def _same(default: object, value: object) -> bool:
+    """Whether a value is the default; `true` is no 1."""
     kinds = (int, float) if isinstance(default, float) else (type(default),)
-    return value is None or (type(value) in kinds and value == default)
+    return type(value) in kinds and value == default
 
 
 def removed_command(arguments: Sequence[str]) -> tuple[str, str] | None:

@@ -110,8 +110,8 @@ def _model(config: Settings) -> Settings:
     return {"model": {"config": config}}
 
 
-def _optimizer(name: str, rate: float, **own: Any) -> Settings:
-    return {"optimizer": {"name": name, "learning_rate": rate, **({name: own} if own else {})}}
+def _optimizer(name: str, rate: float) -> Settings:
+    return {"optimizer": {"name": name, "learning_rate": rate}}
 
 
 def _lora(**changes: Any) -> Settings:
@@ -140,7 +140,6 @@ FEATURES: dict[str, dict[str, Settings]] = {
     "optimizer": {
         "adamw": {},
         "muon": _optimizer("muon", 7e-5),
-        "muon, other": _optimizer("muon", 7e-5, momentum=0.8),
         "adamw_8bit": _optimizer("adamw_8bit", 1e-4),
     },
     "adapter": {

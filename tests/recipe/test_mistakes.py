@@ -172,9 +172,6 @@ MISTAKES = {
     ),
     "another tool's groups": M("optimizer.decoupled_lr: 0.5", "optimizer.groups"),
     "another tool's layer decay": M("optimizer.layerwise_lr_decay: 0.9", "optimizer.groups"),
-    "settings of Muon with AdamW": M(
-        "optimizer.muon: {momentum: 0.9}", "set optimizer.name to muon",
-    ),
     "Muon with adapters": M(
         "optimizer.name: muon", "set optimizer.name to adamw",
         given=("adapter: {rank: 4, alpha: 8}",),
@@ -627,7 +624,7 @@ TEN_OF = {
     "training.micro_batch_size": 0, "training.precision": "fp16", "training.seed": -1,
     "training.objective": "grpo", "training.lr": 1e-4, "optimizer.name": "adamv",
     "optimizer.learning_rate": "3e-4x", "optimizer.betas": 0.9, "optimizer.weight_decay": -1,
-    "optimizer.muon": {}, "optimizer.momentum": 0.9, "schedule.name": "cosinus",
+    "optimizer.muon": {"momentum": 0.9}, "optimizer.momentum": 0.9, "schedule.name": "cosinus",
     "schedule.warmup_steps": 500, "schedule.decay_steps": 10, "dpo": {"beta": 0.1},
     "schedule.min_learning_rate": 1.0, "evaluation.every_steps": 0, "evaluation.batchs": 3,
     "parallel.tensor": 3, "parallel.pipeline": 64, "parallel.engine": "zero3",

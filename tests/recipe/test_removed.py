@@ -36,8 +36,6 @@ def with_setting(folder: Path, path: str, value: object) -> Path:
         inner = inner[section]
         inner = inner[0] if isinstance(inner, list) else inner
     inner[name] = value
-    if path.startswith("optimizer.muon."):
-        stated["optimizer"]["name"] = "muon"
     if path.startswith("schedule.plateau."):
         stated["schedule"]["name"] = "plateau"
     file.write_text(yaml.safe_dump(stated))

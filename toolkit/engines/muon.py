@@ -18,8 +18,10 @@ from torch import Tensor
 
 from toolkit.engines.owners import UpdateRule
 from toolkit.optimizers.base import Trained
-from toolkit.recipe.schema import MuonSection, OptimizerSection
+from toolkit.recipe.schema import OptimizerSection
 
+MOMENTUM = 0.95
+"""The decay rate μ of the momentum, torch.optim.Muon's default."""
 A, B, C = 3.4445, -4.7750, 2.0315
 """The iteration's coefficients: x ← A x + (B G + C G²) x with G = x xᵀ."""
 NEWTON_SCHULZ_STEPS = 5
@@ -30,9 +32,9 @@ class Muon(UpdateRule):
     """AdamW updates embeddings, head, norms and biases."""
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        average, momentum = state["exp_avg"], _momentum(self.settings)
-        average.lerp_(gradient, 1 - momentum)
-        gradient.lerp_(average, momentum)
+        average = state["exp_avg"]
+        average.lerp_(gradient, 1 - MOMENTUM)
+        gradient.lerp_(average, MOMENTUM)
 
     def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:  # noqa: ARG002
         return newton_schulz(whole)
@@ -40,10 +42,6 @@ class Muon(UpdateRule):
     def rate(self, shape: Sequence[int]) -> float:
         """Makes updates as large as AdamW's, so that rates for AdamW can be used."""
         return 0.2 * sqrt(max(shape))
-
-
-def _momentum(settings: OptimizerSection) -> float:
-    return (settings.muon or MuonSection()).momentum
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
@@ -72,8 +70,6 @@ def reference(
     if others:
         optimizers.append(torch.optim.AdamW(others, betas=settings.betas, eps=settings.eps))
     if matrices:
-        muon = torch.optim.Muon(
-            matrices, momentum=_momentum(settings), adjust_lr_fn="match_rms_adamw"
-        )
+        muon = torch.optim.Muon(matrices, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
         optimizers.append(muon)
     return optimizers

@@ -58,7 +58,6 @@ ONLY_WITH: dict[str, tuple[str, ...]] = {
     "schedule.decay_steps": ("schedule.name", "wsd"),
     "schedule.decay": ("schedule.name", "wsd"),
     "schedule.plateau": ("schedule.name", "plateau"),
-    "optimizer.muon": ("optimizer.name", "muon"),
     "dpo": ("training.objective", "dpo"),
     "dpo.label_smoothing": ("dpo.loss", "sigmoid"),
     "orpo": ("training.objective", "orpo"),

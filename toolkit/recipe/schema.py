@@ -504,14 +504,6 @@ class ParameterGroup(Section):
     """Multiplies `weight_decay`, which stays 0 for norms and biases."""
 
 
-class MuonSection(Section):
-    """Muon (https://kellerjordan.github.io/posts/muon), as `torch.optim.Muon` computes it with
-    Nesterov's momentum and updates as large as AdamW's."""
-
-    momentum: Fraction = 0.95
-    """Decay rate of the momentum."""
-
-
 class OptimizerSection(Section):
     """Weight decay skips norms and biases on every engine."""
 
@@ -532,8 +524,6 @@ class OptimizerSection(Section):
     reported."""
     groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = ()
     """Parameters with their own learning rate or weight decay."""
-    muon: MuonSection | None = None
-    """With `name: muon` only; null for the defaults."""
 
     @property
     def kind(self) -> OptimizerKind:
