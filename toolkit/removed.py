@@ -109,6 +109,7 @@ SETTINGS: dict[str, str] = {
     "launch.spares": "remove it: machines beyond launch.elastic.max_nodes wait",
     "launch.remote_start": "`deepspeed --hostfile FILE --launcher NAME launch/train.py RECIPE`",
     "launch.mpi": "`mpirun OPTIONS python launch/train.py RECIPE` (docs/launchers.md)",
+    "guard.max_skips_in_a_row": "remove it: 20 skipped steps in a row end a run",
     "evaluation.early_stopping": "write evaluation.patience: N, in validations without a lower "
     "loss",
     "evaluation.tasks": f"remove it; {_EXPORT}, then {_HARNESS} (docs/checkpoints.md)",
@@ -143,6 +144,7 @@ VALUES: dict[str, dict[str, str]] = {
 """What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
+    "guard.max_skips_in_a_row": 20,
     "logging.samples": False,
     "cluster.groups": [],
     "parallel.shares": [],

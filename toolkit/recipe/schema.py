@@ -702,11 +702,9 @@ class CheckpointSection(Section):
 class GuardSection(Section):
     """Protection of the weights against bad batches and faulty machines."""
 
-    max_skips_in_a_row: Positive = 20
-    """Consecutive skipped steps after which the run stops. A step is skipped if its loss or a
-    gradient is not finite, or its batch has no token to train on."""
     spike_factor: Annotated[float, Field(gt=1, allow_inf_nan=False)] | None = None
-    """Also skip a step whose loss exceeds this many times the median of the last 50 steps."""
+    """Skip a step whose loss exceeds this many times the median of the last 50 steps. A step
+    without a finite loss and gradient, or a token to train on, is always skipped."""
     replica_check_every_steps: Positive | None = None
     """Steps between comparisons of replicated weights; a difference stops the run and names the
     rank."""

@@ -15,6 +15,8 @@ HISTORY_STEPS = 50
 ENOUGH_STEPS = 10
 """Minimum number of losses: with fewer, the median is unreliable, and the loss falls fast at
 the start of a run."""
+MOST_SKIPS = 20
+"""Skipped steps in a row that end a run."""
 
 
 class StepGuard:
@@ -37,23 +39,22 @@ class StepGuard:
         return factor * median if median > 0 else math.inf
 
     def check(self, step: int, result: StepResult) -> None:
-        """Count skipped steps. Raises RunFailed after `max_skips_in_a_row` of them."""
+        """Count skipped steps. Raises RunFailed after `MOST_SKIPS` in a row."""
         if result.skipped is None:
             self._skips.clear()
             return
         self._skips.append(result.skipped)
-        if len(self._skips) < self.section.max_skips_in_a_row:
+        if len(self._skips) < MOST_SKIPS:
             return
         first = step - len(self._skips) + 1
-        steps = f"step {step} was" if first == step else f"steps {first} to {step} were all"
         reasons = "; ".join(dict.fromkeys(self._skips))
         raise on_every_rank(
             RunFailed(
-                f"{steps} skipped: {reasons}. The weights are those of step {first - 1}",
+                f"steps {first} to {step} were all skipped: {reasons}. The weights are those of step {first - 1}",
                 fix="look at the data of these steps, and at loss and grad_norm before them in "
                 "metrics.jsonl. In a new run: a lower optimizer.learning_rate, a longer "
-                "schedule.warmup_steps, or training.precision bf16 or fp32. For more patience: "
-                "guard.max_skips_in_a_row, guard.spike_factor",
+                "schedule.warmup_steps, or training.precision bf16 or fp32. A higher "
+                "guard.spike_factor skips fewer",
                 retry=False,  # A restart would see the same batches.
             )
         )
