@@ -84,6 +84,10 @@ SETTINGS: dict[str, str] = {
             "cpus_per_node": "cpus-per-task",
         }.items()
     },
+    "launch.slurm.requeue": "write --no-requeue in launch.slurm.options, or remove it for true",
+    "launch.slurm.stop_before_s": "write --signal=B:USR1@SECONDS in launch.slurm.options, or "
+    "remove it for 300",
+    "launch.kubernetes.namespace": "kubectl config set-context --current --namespace=NAME",
     "launch.ray": "set RAY_ADDRESS in the environment",
     "launch.hostfile": "`deepspeed --hostfile FILE launch/train.py RECIPE`, or `dmt launch` on "
     "each machine with launch.rendezvous (docs/launchers.md)",
@@ -144,6 +148,9 @@ VALUES: dict[str, dict[str, str]] = {
 """What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
+    "launch.slurm.requeue": True,
+    "launch.slurm.stop_before_s": 300,
+    "launch.kubernetes.namespace": "default",
     "guard.max_skips_in_a_row": 20,
     "logging.samples": False,
     "cluster.groups": [],

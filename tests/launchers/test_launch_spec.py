@@ -133,6 +133,13 @@ def warned(**settings: object) -> list[str]:
     return [line.removeprefix("# WARNING: no --") for line in lines]
 
 
+def test_options_of_sbatch_replace_ours() -> None:
+    launch = LaunchSection(slurm=SlurmSection(options=("--signal=B:USR1@900", "--no-requeue")))
+    (*_, script) = SlurmStarter().spec(Job(RUN, GPU, launch)).files.values()
+    assert script.count("--signal=") == 1 and "@900" in script
+    assert "#SBATCH --requeue" not in script and "scontrol requeue" not in script
+
+
 def test_a_batch_script_names_what_it_leaves_to_the_clusters_defaults():
     cores, shared, memory, time = warned()
     assert (

@@ -65,7 +65,7 @@ class SlurmStarter:
 
 def _directives(job: Job) -> Iterator[str]:
     """The `#SBATCH` lines, which Slurm reads and the shell does not."""
-    slurm = job.launch.slurm
+    theirs = _options(job)
     yield "#!/bin/bash"
     options = {
         "job-name": job.name,
@@ -73,22 +73,23 @@ def _directives(job: Job) -> Iterator[str]:
         # With a number of tasks, Slurm takes `min_nodes`; without, `srun` starts one a node.
         "ntasks-per-node": 1 if job.launch.elastic is None else None,
         "gpus-per-node": _gpus(job),
-        # Only to the script (B), which passes it on.
-        "signal": f"B:USR1@{slurm.stop_before_s}",
+        # Seconds before the time limit, only to the script (B), which passes it on.
+        "signal": "B:USR1@300",
         # Every job of an array has its own id (%j); %A_%a is undefined outside an array.
         "output": f'"{job.run_dir}/logs/slurm-%j.log"',
         "open-mode": "append",
     }
     for name, value in options.items():
-        if value is not None:
+        if value is not None and name not in theirs:
             yield f"#SBATCH --{name}={value}"
-    yield f"#SBATCH --{'requeue' if slurm.requeue else 'no-requeue'}"
+    if _requeues(job):
+        yield "#SBATCH --requeue"
     if job.launch.elastic is not None:
         yield "#SBATCH --no-kill"
-    for option in slurm.options:
+    for option in job.launch.slurm.options:
         yield f"#SBATCH {option}"
     stated = {name for name, value in options.items() if value is not None}
-    stated |= {*_options(job)}
+    stated |= {*theirs}
     stated |= {"mem"} & {name[:3] for name in stated}  # --mem-per-cpu, --mem-per-gpu
     for name, (consequence, value) in _LEFT_TO_DEFAULTS.items():
         if name not in stated:
@@ -102,6 +103,11 @@ def _directives(job: Job) -> Iterator[str]:
 def _gpus(job: Job) -> int | None:
     """GPUs of a node; None on CPUs."""
     return None if job.cluster.gpu == "cpu" else job.cluster.gpus_per_node
+
+
+def _requeues(job: Job) -> bool:
+    """Whether a job that stopped before its end is queued again."""
+    return "no-requeue" not in _options(job)
 
 
 def _options(job: Job) -> dict[str, str]:
@@ -163,7 +169,7 @@ def _script(job: Job) -> Iterator[str]:
     yield "trap 'kill -USR1 $run' TERM"
     yield "# A trapped signal ends `wait` early: wait until the run itself has ended."
     yield "while kill -0 $run 2>/dev/null; do wait $run; code=$?; done"
-    if slurm.requeue:
+    if _requeues(job):
         yield ""
         yield "# Saved and stopped as its time was over: queue it again (not after `scancel`)."
         yield f'if [ "$code" -eq {EXIT_RESUMABLE} ] && [ "$again" = yes ]; then'

@@ -734,14 +734,11 @@ class ElasticSection(Section):
 class SlurmSection(Section):
     """The batch job that `launcher: slurm` submits."""
 
-    stop_before_s: Positive = 300
-    """Seconds before the time limit at which the run saves and stops."""
-    requeue: bool = True
-    """Requeue the job if it stopped before its end, or if a machine failed."""
     options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
     """Options of sbatch, e.g. `[--partition=gpu, --time=24:00:00, --cpus-per-task=96,
     --exclusive, --mem=0]`. A task is all ranks of a machine. The script names what it leaves to
-    the cluster's defaults: cores, memory, time, other jobs."""
+    the cluster's defaults: cores, memory, time, other jobs. DMT's own are --requeue and
+    --signal=B:USR1@300, seconds before the time limit to save in. Yours replace them."""
     setup: NonEmpty | None = None
     """A shell file that the job sources first, e.g. one that loads modules."""
 
@@ -751,8 +748,6 @@ class KubernetesSection(Section):
 
     image: NonEmpty | None = None
     """Container image with DMT installed; needed for this launcher."""
-    namespace: KubernetesName = "default"
-    """Where the job is created."""
     volume_claim: KubernetesName | None = None
     """A PersistentVolumeClaim that all machines can write to; needed for this launcher. It
     holds the run directory and relative paths of `data`, mounted at `/dmt`."""

@@ -225,7 +225,7 @@ def _portable(recipe: str) -> str:
 
 
 def _metadata(job: Job) -> Manifest:
-    return {"name": _name(job), "namespace": _settings(job).namespace}
+    return {"name": _name(job)}
 
 
 def _name(job: Job) -> str:
