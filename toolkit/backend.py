@@ -54,8 +54,6 @@ class Support:
     offload_parameters: frozenset[Placement] = field(default=_ON_DEVICE)
     offload_together: bool = False
     """Whether optimizer states and parameters are always on the same device."""
-    without_overlap: bool = False
-    """Whether it supports communication without overlap (`parallel.overlap: none`)."""
     recompute: tuple[RecomputeWay, ...] = ("none", "full")
     """Activation recompute; `selective` is megatron-core's own attention recompute."""
     precisions: frozenset[Precision] = field(default=_PRECISIONS)

@@ -51,6 +51,7 @@ SETTINGS: dict[str, str] = {
     "--merged`, or PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload()."
     "save_pretrained(NEW)",
     "fp8": "write `kernels: {fp8: rowwise}`",
+    "parallel.overlap": "remove it: engines communicate while they compute",
     "parallel.outer.batch": "remove it: training.global_batch_size is that of each replica",
     "parallel.outer.optimizer": "remove it: updates are SGD's with Nesterov's momentum; for "
     "the mean of the weights state learning_rate: 1 and momentum: 0",
@@ -148,6 +149,7 @@ VALUES: dict[str, dict[str, str]] = {
 """What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
+    "parallel.overlap": "auto",
     "launch.slurm.requeue": True,
     "launch.slurm.stop_before_s": 300,
     "launch.kubernetes.namespace": "default",

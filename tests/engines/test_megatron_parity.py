@@ -152,28 +152,19 @@ def test_many_buckets_on_their_way(tmp_path: Path) -> None:
         # Nobody calls an expert by itself.
         replace(megatron(1, stage=1, family=MANY), kernels=GROUPED, resume_in=str(tmp_path)),
         replace(megatron(1, expert=2, family=MANY), kernels=GROUPED),
-        megatron(1, stage=1, overlap="none"),
         replace(megatron(2, stage=1, recompute="full"), resume_in=str(tmp_path)),
     ]
     check([replace(case, bucket=3000) for case in cases], world=2)
     rendered = rendered_config(cases[0])["ddp"]
     assert rendered["overlap_grad_reduce"] and rendered["overlap_param_gather"]
-    assert not any(
-        value for key, value in rendered_config(cases[5])["ddp"].items() if "overlap" in key
-    )
 
 
 @pytest.mark.slow
 def test_pipeline_messages_on_their_way() -> None:
-    cases = [
-        megatron(1, pipeline=2, virtual_pipeline=2, stage=1, family=EIGHT),
-        megatron(1, pipeline=4, virtual_pipeline=2, overlap="none", family=EIGHT),
-    ]
-    check(cases[:1], world=2)
-    check(cases[1:], world=4)
-    messages = [rendered_config(case)["transformer"] for case in cases]
-    assert [one.get("overlap_p2p_comm") for one in messages] == [True, None]
-    assert [one["deallocate_pipeline_outputs"] for one in messages] == [False, True]
+    case = megatron(1, pipeline=2, virtual_pipeline=2, stage=1, family=EIGHT)
+    check([case], world=2)
+    messages = rendered_config(case)["transformer"]
+    assert messages["overlap_p2p_comm"] and not messages["deallocate_pipeline_outputs"]
 
 
 @pytest.mark.slow

@@ -63,16 +63,6 @@ def test_cudnn_is_tried_first_where_it_is_faster(changes: dict[str, Any], kernel
     [
         ({}, "attention cudnn: auto, the fastest on Hopper; "),
         ({"training__deterministic": True}, "not cudnn: it is not deterministic"),
-        ({"parallel__engine": "fsdp"}, "overlap auto: engine fsdp always has it"),
-        (
-            {"parallel__engine": "megatron"},
-            "overlap auto: ranks communicate while they compute",
-        ),
-        (
-            {"parallel__engine": "megatron", "parallel__overlap": "none"},
-            "overlap none: asked for",
-        ),
-        ({"parallel__engine": "megatron", "cluster__gpu": "cpu"}, "overlap auto: none assumed"),
     ],
 )
 def test_decisions_have_reasons(changes: dict[str, Any], reason: str) -> None:

@@ -98,7 +98,6 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"zero": {"stage": 1, "offload_parameters": "nvme"}}, ["zero.offload_parameters"]),
     ({"zero": {"offload_parameters": "nvme"}, "recompute": "selective"}, ["recompute"]),
     ({"engine": "ddp", "recompute": "selective"}, ["recompute"]),
-    ({"engine": "ddp", "overlap": "none"}, ["overlap"]),
     ({"engine": "megatron", "model": "hf"}, ["engine"]),
     ({"engine": "fsdp", "model": "megatron"}, ["model"]),
     ({"sequence": True, "tensor": 1}, ["sequence"]),
@@ -180,7 +179,6 @@ def test_every_value_of_the_schema_runs_on_some_engine() -> None:
     able = table().values()
     assert offered["training.precision"] == {p for one in able for p in one.precisions}
     assert offered["parallel.recompute"] == {way for one in able for way in one.recompute}
-    assert any(one.without_overlap for one in able), "parallel.overlap: none"
     assert offered["parallel.engine"] == {pair.engine for pair in table()}
     assert offered["parallel.model"] == {pair.model for pair in table()}
     for name in ("offload_optimizer", "offload_parameters"):

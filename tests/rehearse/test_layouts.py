@@ -37,7 +37,7 @@ def planned(recipe: Recipe, engine: str = "megatron", **layout: Any) -> Plan:
 
 def test_nothing_is_left_to_the_planner() -> None:
     for one in STANDARD:
-        section = one.parallel.model_dump(exclude={"overlap"})
+        section = one.parallel.model_dump()
         assert "auto" not in section.values(), one.name
         assert section["zero"]["stage"] != "auto", one.name
 

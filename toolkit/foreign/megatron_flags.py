@@ -64,8 +64,6 @@ def _flags(
         yield "--pipeline-model-parallel-layout", f"E{chunks}L"
     elif layout.vpp > 1:
         yield "--num-layers-per-virtual-pipeline-stage", str(counts[0])
-    if layout.vpp > 1 and transformer["batch_p2p_comm"]:
-        yield ("--no-overlap-p2p-communication",)
     if layout.cp > 1:
         yield "--cp-comm-type", _EXCHANGES[layout.exchange]
     yield "--micro-batch-size", str(layout.micro_batch)

@@ -26,7 +26,7 @@ from toolkit.recipe.schema import AdapterSection, OptimizerSection
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """How many times as many nodes are tried."""
 OPEN = (
-    "kernels.loss", "kernels.compile", "kernels.fused", "kernels.experts", "parallel.overlap",
+    "kernels.loss", "kernels.compile", "kernels.fused", "kernels.experts",
     "kernels.context", "parallel.recompute", "training.micro_batch_size", "parallel.zero.stage",
     "parallel.replicate", "parallel.zero.offload_optimizer", "parallel.zero.offload_parameters",
     "parallel.sequence", "parallel.virtual_pipeline", "parallel.tensor", "parallel.pipeline",

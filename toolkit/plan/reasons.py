@@ -7,7 +7,7 @@ from toolkit.plan.alternatives import over
 from toolkit.plan.dimensions import DIMENSION, DIMENSIONS, division_text, layout_text
 from toolkit.plan.estimate import MARGIN, Estimate
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules import attention, kernels, legality
+from toolkit.plan.rules import attention, kernels
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.search import WORTH, Search
 from toolkit.text.units import byte_size
@@ -37,7 +37,6 @@ def reasons(found: Search, built_gib: float) -> Iterator[str]:
     kernel, because = attention.choice(with_context(job, best))
     rest = "; torch's other kernels where it cannot" if kernel in ("cudnn", "flash") else ""
     yield f"attention {kernel}: {because}{rest}"
-    yield f"overlap {_overlap(job, best)}"
     if job.optimizer.kind.whole is not None:
         yield f"optimizer {job.optimizer.name}: its step is timed as AdamW's"
     if found.cluster.gpu.memory_gib is None and found.cluster.gpu.measured is None:
@@ -163,16 +162,3 @@ def _idle(layout: Layout) -> str:
         return ""
     bubble = (layout.pp - 1) / (layout.vpp * layout.gradient_accumulation)
     return f"; the pipeline idles for {bubble:.0%} of the time that it computes"
-
-
-def _overlap(job: PlanRequest, best: Estimate) -> str:
-    """Whether ranks communicate while they compute, and why."""
-    if job.parallel.overlap != "auto":
-        return f"{job.parallel.overlap}: asked for"
-    if best.layout.world == 1:
-        return "auto: one rank has nothing to send"
-    if not legality.table()[best.pair].without_overlap:
-        return f"auto: engine {best.pair.engine} always has it"
-    if job.cluster.gpu == "cpu":
-        return "auto: none assumed on CPUs"
-    return "auto: ranks communicate while they compute"

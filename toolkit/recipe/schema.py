@@ -652,9 +652,6 @@ class ParallelSection(Section):
     balance: Literal["none", "auto"] = "none"
     """`auto`: samples move from slower to faster ranks at checkpoints; the loss does not change
     (docs/staying-alive.md)."""
-    overlap: Literal["none"] | Auto = "auto"
-    """`none`, with engine `megatron`: communication waits for computation. `auto`: it
-    overlaps."""
     recompute: Literal["none", "selective", "full"] | Degree | Auto = "auto"
     """Activation recompute (checkpointing): none, attention only, or whole layers; a number:
     that many whole layers, of each pipeline chunk."""

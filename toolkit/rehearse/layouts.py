@@ -87,8 +87,6 @@ def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[RehearsedLayo
     If its own layout is among the standard ones, that one comes first instead.
     """
     own = own_layout(recipe.parallel.zero, plan, processes)
-    parallel = own.parallel.model_copy(update={"overlap": recipe.parallel.overlap})
-    own = replace(own, parallel=parallel)
     same = [
         one
         for one in STANDARD

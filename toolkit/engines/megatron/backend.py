@@ -21,6 +21,7 @@ class MegatronCost(EngineCost):
     sums_whole_gradients = True
     megatron_kernels = True
     overlap = "overlap.megatron"
+    overlaps_on_cpus = False
 
     def logit_bytes(self, width: int, tp: int) -> int:
         """See `in_place_logit_bytes`."""
@@ -48,7 +49,6 @@ class MegatronBackend(Backend):
             sequence=True,
             zero_stages=(0, 1),
             recompute=("none", "selective", "full"),
-            without_overlap=True,
         )
     }
     packages = {"megatron-core": "megatron.core"}

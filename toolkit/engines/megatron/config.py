@@ -21,9 +21,9 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     """The arguments of TransformerConfig, GPTModel, DistributedDataParallelConfig and
     OptimizerConfig."""
     model = megatron_model(trained_config(recipe.model))
-    precision, overlap = recipe.training.precision, recipe.parallel.overlap == "auto"
+    precision = recipe.training.precision
     sections = render_model(model, layout, precision, recipe.training.deterministic)
-    if overlap and layout.vpp > 1:
+    if layout.vpp > 1:
         sections["transformer"] |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         if recipe.cluster.gpu == "cpu":
             # megatron-core frees what is still being sent. NCCL keeps it; gloo would send what
@@ -31,7 +31,7 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
             sections["transformer"]["deallocate_pipeline_outputs"] = False
     return {
         **sections,
-        "ddp": ddp_arguments(layout, overlap),
+        "ddp": ddp_arguments(layout),
         "optimizer": {
             **optimizer_arguments(recipe.optimizer, layout, precision),
             **_loss_scaling(layout, recipe.training),
@@ -74,10 +74,10 @@ def loaded_model(section: ModelSection, config: Mapping[str, Any]) -> MegatronMo
     return loaded
 
 
-def ddp_arguments(layout: Layout, overlap: bool) -> dict[str, Any]:
-    """Fields of DistributedDataParallelConfig. Gradients are summed in fp32; with `overlap`
-    during the backward pass, and updated weights are gathered during the forward pass."""
-    overlap, sharded = overlap and layout.dp * layout.cp > 1, layout.zero_stage == 1
+def ddp_arguments(layout: Layout) -> dict[str, Any]:
+    """Fields of DistributedDataParallelConfig. Gradients are summed in fp32 during
+    the backward pass, and updated weights are gathered during the forward pass."""
+    overlap, sharded = layout.dp * layout.cp > 1, layout.zero_stage == 1
     return {
         "grad_reduce_in_fp32": True,
         "use_distributed_optimizer": sharded,

@@ -42,6 +42,8 @@ class EngineCost:
     second matrix product and all cheap operators (torchtitan)."""
     overlap: ClassVar[str] = "overlap.ddp"
     """The constant of `efficiency.py` for the slow-down of computation by traffic."""
+    overlaps_on_cpus: ClassVar[bool] = True
+    """Reducing gradients beside the backward pass is planned to save time on CPUs, too."""
 
     def communicators(self, layout: Layout) -> int:
         """NCCL's communicators of two or more ranks that a rank uses: one of all ranks, and one

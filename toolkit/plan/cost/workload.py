@@ -22,7 +22,6 @@ from toolkit.plan.cost.stages import StageShare, stage_share
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention
-from toolkit.plan.rules.legality import table
 
 Attention = Literal["fused", "unfused", "eager"]
 
@@ -179,12 +178,10 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
     """What a recipe trains on an engine and a model implementation: its operators are single
     ones, where no layout compiles them.
 
-    Without overlap, gradients are reduced after the backward pass, and the pipeline waits for
-    every message; on CPUs, whose cores also communicate, the gain of less overlapping
-    communication was not measured.
+    On CPUs, whose cores also communicate, the gain of less overlapping communication was not
+    measured.
     """
-    on_cpus, auto = job.cluster.gpu == "cpu", job.parallel.overlap == "auto"
-    pays = not on_cpus or not table()[pair].without_overlap
+    on_cpus, backend = job.cluster.gpu == "cpu", BACKENDS[pair.engine]
     kernel, spec = attention.kernel(job), job.spec
     if spec.every_expert and pair.model == "hf":
         spec = replace(spec, experts_per_token=spec.experts)
@@ -199,9 +196,9 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
         # Without a mask a row counts as one document: how long documents are is not known.
         document_mask=job.isolates and kernel != "varlen",
         updates=job.updates,
-        reduce_overlap=auto and pays,
-        keeps_sent=auto and on_cpus,
+        reduce_overlap=not on_cpus or backend.cost.overlaps_on_cpus,
+        keeps_sent=on_cpus,
         attention="eager" if attention.whole_scores(job) else "fused",
         cudnn=kernel == "cudnn",
-        reduce_bytes=BACKENDS[pair.engine].reduce_bytes(job.parallel.zero),
+        reduce_bytes=backend.reduce_bytes(job.parallel.zero),
     )

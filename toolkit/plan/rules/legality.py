@@ -288,8 +288,6 @@ def _unsupported(parallel: ParallelSection, support: Support) -> list[tuple[str,
             found.append((name, f"{most}{_PIPELINE_AND_ZERO if sharded else ''}"))
     if parallel.sequence is True and not support.sequence:
         found.append(("sequence", "false"))
-    if parallel.overlap == "none" and not support.without_overlap:
-        found.append(("overlap", "auto, as it always overlaps,"))
     if zero.stage not in ("auto", *support.zero_stages):
         stages = ", ".join(map(str, support.zero_stages))
         found.append(("zero.stage", f"{stages}{_PIPELINE_AND_ZERO if pipeline else ''}"))
