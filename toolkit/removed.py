@@ -16,6 +16,8 @@ SETTINGS: dict[str, str] = {
         f"data.{side}.{key}": instead
         for side in ("train", "validation")
         for key, instead in {
+            "at_end": "remove it, and set training.steps: `dmt data show` prints the passes over "
+            "each source",
             "malformed_limit": "remove it: `dmt data prepare` counts what is dropped",
             "row_limit_mib": "remove it; write rows of more than 128 MiB as Parquet",
         }.items()
@@ -149,6 +151,8 @@ VALUES: dict[str, dict[str, str]] = {
 """What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
+    "data.train.at_end": "repeat",
+    "data.validation.at_end": "repeat",
     "parallel.overlap": "auto",
     "launch.slurm.requeue": True,
     "launch.slurm.stop_before_s": 300,

@@ -84,19 +84,6 @@ def test_a_recipe_with_three_sources(tmp_path: Path) -> None:
     assert [len(source.train) for source in data.sources] == [100, 50, 25]
     assert letters(data, 0, 40) == {"a": 20, "b": 12, "c": 8}
     assert letters(data, 40, 40) == {"b": 20, "c": 20}
-    assert data.ends_after is None
-
-
-def test_the_run_ends_where_a_source_must_not_be_repeated(tmp_path: Path) -> None:
-    sources = [
-        {"kind": "text", "files": ["a.txt"], "weight": 3},
-        {"kind": "text", "files": ["c.txt"], "weight": 1, "at_end": "stop"},
-    ]
-    data = build(tmp_path, train=sources)
-    assert data.ends_after is not None
-    assert "at its end: 2 steps instead of 200" in next(data.notes(2, 200))
-    assert letters(data, 0, data.ends_after)["c"] == 25  # all of its samples
-    assert letters(data, 0, data.ends_after + 1)["c"] == 26
 
 
 def test_epochs_of_each_source(tmp_path: Path) -> None:
@@ -106,7 +93,7 @@ def test_epochs_of_each_source(tmp_path: Path) -> None:
     ]
     data = build(tmp_path, train=sources)
     assert data.samples_per_epoch == 50 + 4 * 25
-    assert "`c.txt` is seen 32.0 times in this run" in [*data.notes(150, None)][1]
+    assert "`c.txt` is seen 32.0 times in this run" in [*data.notes(150)][1]
     assert letters(data, 0, data.samples_per_epoch) == {"b": 50, "c": 100}
     found = Counter(data.order.indices(0, data.samples_per_epoch).tolist())
     assert [found[n] for n in range(75)] == [1] * 50 + [4] * 25

@@ -44,8 +44,6 @@ def test_any_place_is_answered_without_those_before(
         places = before[sources == number]
         assert places.tolist() == [*range(places[0], places[0] + len(places))]
         assert places[0] == mixed.counts(start)[number]
-        first = start + int(np.flatnonzero(sources == number)[0])
-        assert mixed.place(number, int(places[0])) == first
 
 
 def test_weights_as_whole_numbers() -> None:

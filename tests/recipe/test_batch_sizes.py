@@ -31,7 +31,6 @@ def test_what_follows_from_each_steps_batch(
         assert sizes.steps_of_tokens(16 * consumed) == step + 1
         assert sizes.steps_of_tokens(16 * consumed + 1) == step + 2
         assert sizes.steps_of_samples(consumed) == step + 1
-        assert sizes.steps_of_samples(consumed - 1, whole=True) == step
 
 
 def test_a_ramp_in_steps() -> None:

@@ -94,7 +94,7 @@ def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[dict[str, Any]]"
 
     if not isinstance(data.order, BlendOrder):
         return
-    seen = data.counts(steps_with(recipe, data.samples_per_epoch, data.ends_after))
+    seen = data.counts(steps_with(recipe, data.samples_per_epoch))
     for source, count in zip(data.sources, seen, strict=True):
         yield {
             "title": source.title,

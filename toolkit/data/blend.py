@@ -92,15 +92,6 @@ class BlendOrder:
         stage = self._stages[number]
         return self._before[number] + stage.weights.counts(samples - stage.first)
 
-    def first_repeat(self, source: int) -> int | None:
-        """Where, in samples from the start, a source is repeated; None if never."""
-        for number, stage in reversed([*enumerate(self._stages)]):
-            left = self._sizes[source] - int(self._before[number][source])
-            if left >= 0:  # it lasts until this stage, the last such one
-                place = stage.weights.place(source, left)
-                return None if place is None else stage.first + place
-        return None
-
     def begun(self, samples: int) -> list[tuple[int, tuple[int, ...]]]:
         """The stages of the first `samples`: first sample and weights of each."""
         return [

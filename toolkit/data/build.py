@@ -67,8 +67,6 @@ class TrainingData:
     batches: BatchSizes
     samples_per_epoch: int
     """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
-    end: tuple[str, int] | None
-    """The first source with `at_end: stop` to end; the samples of all sources until then."""
     validation: dict[str, StreamSamples]
     """By title. No document of it is in `train` when it was held out of the same source."""
     tokenizer: "PreTrainedTokenizerFast"
@@ -85,11 +83,6 @@ class TrainingData:
             return fingerprint_of([self.fingerprint, self.order.begun(samples)])
         return self.fingerprint
 
-    @property
-    def ends_after(self) -> int | None:
-        """Samples after which the data ends, regardless of the run's length."""
-        return None if self.end is None else self.end[1]
-
     def counts(self, steps: int) -> list[int]:
         """Number of samples that `steps` steps use of each source."""
         samples = self.batches.samples(steps)
@@ -99,10 +92,8 @@ class TrainingData:
             else [samples]
         )
 
-    def notes(self, steps: int, wanted: int | None) -> Iterator[str]:
-        """Messages about a run of `steps` steps instead of the `wanted` ones."""
-        if self.end is not None and wanted is not None and steps < wanted:
-            yield f"data: `{self.end[0]}` is at its end: {steps} steps instead of {wanted}"
+    def notes(self, steps: int) -> Iterator[str]:
+        """Messages about a run of `steps` steps."""
         if isinstance(self.order, BlendOrder):
             for source, count in zip(self.sources, self.counts(steps), strict=True):
                 if count > len(source.train):
@@ -153,7 +144,6 @@ def build_data(
         order,
         training.batches,
         epoch,
-        _end(order, data.sources),
         validation,
         tokenizer,
         identity(sources),
@@ -184,17 +174,6 @@ def _ordered(
     ]
     order = BlendOrder(seed, sizes, [first, *stages])
     return joined, order, max(round(sum(passes)), 1)
-
-
-def _end(order: Order, sources: Sequence[Source]) -> tuple[str, int] | None:
-    if not isinstance(order, BlendOrder):
-        return None
-    found = [
-        (source.title, place)
-        for number, source in enumerate(sources)
-        if source.at_end == "stop" and (place := order.first_repeat(number)) is not None
-    ]
-    return min(found, key=lambda one: one[1], default=None)
 
 
 @dataclass(frozen=True)

@@ -57,13 +57,6 @@ class Interleaving:
         rest = np.bincount(self._sources[:within], minlength=len(self.parts))
         return periods * np.array(self.parts) + rest
 
-    def place(self, source: int, k: int) -> int | None:
-        """The position of sample `k` (0, 1, …) of a source; None if it has no weight."""
-        if not self.parts[source]:
-            return None
-        periods, rank = divmod(k, self.parts[source])
-        return periods * self.period + int(np.flatnonzero(self._sources == source)[rank])
-
 
 def whole_parts(weights: Sequence[Fraction]) -> tuple[int, ...]:
     """The weights as whole numbers without a common divisor.

@@ -38,17 +38,14 @@ def broken_rules(recipe: Recipe) -> Iterator[Problem]:
             yield from model_rule(recipe, config)
 
 
-def steps_with(recipe: Recipe, samples: int, ends_after: int | None = None) -> int:
-    """Optimizer steps of a run with so many samples of training data in an epoch, at most
-    `ends_after` of which are seen.
+def steps_with(recipe: Recipe, samples: int) -> int:
+    """Optimizer steps of a run with so many samples of training data in an epoch.
 
     Raises RecipeError where the schedule is longer: of `training.epochs` this is the first
     time that their steps are known.
     """
     steps = recipe.training.total_steps(samples)
     assert steps is not None
-    if ends_after is not None:
-        steps = min(steps, recipe.training.batches.steps_of_samples(ends_after, whole=True))
     if problems := [*_schedule_in(recipe.schedule, steps)]:
         raise RecipeError(problems)
     return steps

@@ -76,9 +76,9 @@ def _form(source: Source) -> str:
 def _sources(recipe: Recipe) -> Iterator[Problem]:
     """What means something in a list of sources only, or for chats and preferences."""
     for key, source in recipe.data.named_sources:
-        for name, default in (("weight", None), ("epochs", None), ("at_end", "repeat")):
+        for name in ("weight", "epochs"):
             value = getattr(source, name)
-            if value != default and not key.startswith("data.train["):
+            if value is not None and not key.startswith("data.train["):
                 allowed = "nothing: it belongs to a list of sources in data.train"
                 fix = "remove it, or write data.train as a list (`- kind: …`)"
                 yield Problem(f"{key}.{name}", str(value), allowed, fix)

@@ -28,12 +28,10 @@ def outer_problems(recipe: Recipe) -> Iterator[Problem]:
         allowed = f"null or a multiple of {outer.every_steps}, {_KEY}.every_steps"
         yield Problem(key, str(steps), allowed, f"set {key} to {nearest}")
     zero, data, training = recipe.parallel.zero, recipe.data, recipe.training
-    stops = any(source.at_end == "stop" for source in data.sources)
     stated = {
         "training.epochs": training.epochs and "steps or tokens",
         "training.batch_ramp": training.batch_ramp and "null",
         "data.stages": data.stages and "none",
-        "data.train": stops and "no source with at_end: stop",
         "schedule.name": recipe.schedule.name == "plateau" and "another schedule",
         "evaluation.patience": recipe.evaluation.patience and "null",
         "training.objective": REFERENCE in recipe.objective().reads

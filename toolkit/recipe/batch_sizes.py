@@ -67,15 +67,13 @@ class BatchSizes:
         """Steps that have so many positions, rounded up."""
         return self.steps_of_samples(-(-tokens // self.sample_tokens))
 
-    def steps_of_samples(self, samples: float, *, whole: bool = False) -> int:
-        """Steps that have so many samples, rounded up; `whole`: that need no more of them."""
+    def steps_of_samples(self, samples: float) -> int:
+        """Steps that have so many samples, rounded up."""
         stage = next(
             (one for one in reversed(self.stages) if one.first_sample < samples), self.stages[0]
         )
         rest = samples - stage.first_sample
-        return stage.first_step + int(
-            rest // stage.size if whole else math.ceil(rest / stage.size)
-        )
+        return stage.first_step + math.ceil(rest / stage.size)
 
     def _stage(self, step: int) -> BatchStage:
         """That of the step after `step` steps."""

@@ -159,9 +159,6 @@ class SourceSection(Section):
     epochs: PositiveFloat | None = None
     """In a list for training, instead of `weight`: passes over this source (with
     `training.epochs: 1`)."""
-    at_end: Literal["repeat", "stop"] = "repeat"
-    """In a list for training, at the end of this source: start again in another order, or end
-    the run."""
 
     @property
     def place(self) -> str:

@@ -82,7 +82,7 @@ def work(start: Start) -> None:
 def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
     """The model's config, the data, and the steps of the whole run."""
     recipe, together = start.recipe, start.together
-    training, outer = recipe.training, recipe.parallel.outer
+    outer = recipe.parallel.outer
     together.run(lambda: None if outer is None else place(outer))
     start.marks.begin("reading the data")
     config = together.run(lambda: hf.build_config(recipe.model))
@@ -90,10 +90,9 @@ def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
         lambda: build_data(recipe.data, training, config.vocab_size, start.marks.track)
     )
     take_ends(config, recipe, data)
-    steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch, data.ends_after))
+    steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch))
     if start.leads:
-        requested = training.total_steps(data.samples_per_epoch)
-        for note in data.notes(steps, requested):
+        for note in data.notes(steps):
             tell(note)
     return config, data, steps
 
