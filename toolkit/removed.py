@@ -48,6 +48,7 @@ SETTINGS: dict[str, str] = {
     "model.resize_embeddings": "add rows to a copy once: model = AutoModelForCausalLM."
     "from_pretrained(HUB); model.resize_token_embeddings(N); model.save_pretrained(FOLDER); "
     "and state model.hub: FOLDER",
+    "adapter.name": "remove it: adapters are LoRA's",
     "adapter.init": "remove it: A starts uniform within ±1/√(its columns), PEFT's default",
     "adapter.folder": "state as model.hub the merged model: `dmt checkpoint export RUN NEW "
     "--merged`, or PeftModel.from_pretrained(BASE, FOLDER).merge_and_unload()."
@@ -151,6 +152,7 @@ VALUES: dict[str, dict[str, str]] = {
 """What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
+    "adapter.name": "lora",
     "data.train.at_end": "repeat",
     "data.validation.at_end": "repeat",
     "parallel.overlap": "auto",

@@ -70,9 +70,6 @@ def _llama_factory(found: Found, settings: Settings, file: JsonFile) -> None:
         else:
             found.drop(beta, f"not in effect: stage is {context['stage']}", changes=False)
     if context["finetuning_type"] == "lora":
-        method = settings.get("finetuning_type")
-        default = ForeignSetting("finetuning_type (default)", "lora", str(file.path))
-        found.put("adapter.name", "lora", method or default)
         found.defaults["adapter.alpha"] = 2 * found.number("adapter.rank", 8)
     if (pure := settings.get("pure_bf16")) is not None and pure.value is True:
         found.drop(pure, "master weights and optimizer states are in fp32")
@@ -166,7 +163,8 @@ def _optimizer(found: Found) -> None:
     """With an adapter, states of few bits have nothing to save, or no meaning."""
     one = found.values.get("optimizer.name")
     kind = OPTIMIZERS[one.value] if one and one.value in OPTIMIZERS.names else None
-    if one and kind and kind.no_adapter and "adapter.name" in found.values:
+    adapted = any(key.startswith("adapter.") for key in (*found.values, *found.defaults))
+    if one and kind and kind.no_adapter and adapted:
         plain = OPTIMIZERS.names[0]
         what = f"with {OPTIMIZERS[plain].title}, where this is {kind.title}: {kind.no_adapter}"
         found.values["optimizer.name"] = one.__class__(plain, one.at, what, (one.value,))

@@ -90,7 +90,6 @@ def complete(found: Found, ranks: int | None) -> None:
     for key in DERIVED:
         found.values.pop(key, None)
     stated = found.values
-    sections = {key.partition(".")[0] for key in stated}
     objective = stated["training.objective"].value if "training.objective" in stated else ""
     length = any(key in stated for key in LENGTH_SETTINGS)
     warmup = {"schedule.warmup_steps", "schedule.warmup_ratio"} & stated.keys()
@@ -101,7 +100,6 @@ def complete(found: Found, ranks: int | None) -> None:
             (key in LENGTH_SETTINGS and length)
             or (key.startswith("schedule.warmup") and warmup)
             or (key == "model.init" and "model.hub" not in stated)
-            or (section == "adapter" and "adapter" not in sections)
             or (section in ("dpo", "orpo") and section != objective)
             or key in (ACCUMULATION, SHARDS)
         )

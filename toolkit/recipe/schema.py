@@ -473,8 +473,6 @@ class AdapterSection(Section):
     """LoRA: only adapters train, equal to PEFT's in every layout (docs/fine-tuning.md).
     A starts uniform within ±1/√(its columns), B at 0."""
 
-    name: Literal["lora"] = "lora"
-    """Kind of adapter."""
     rank: Annotated[int, Field(ge=1, le=65536)]
     """LoRA rank r."""
     alpha: PositiveFloat
