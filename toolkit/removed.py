@@ -60,8 +60,11 @@ SETTINGS: dict[str, str] = {
     "the mean of the weights state learning_rate: 1 and momentum: 0",
     "parallel.outer.staleness": "remove it: no replica is more than one round behind",
     "parallel.outer.compress": "remove it: changes of weights are sent in fp32",
-    "parallel.outer.holder": "start `torchft_lighthouse --min_replicas 1`, and state "
-    "parallel.outer.lighthouse: http://HOST:29510",
+    **{
+        f"parallel.outer.{key}": "start `torchft_lighthouse --min_replicas 1`, and set "
+        "TORCHFT_LIGHTHOUSE=http://HOST:29510 in the environment"
+        for key in ("holder", "lighthouse")
+    },
     "parallel.outer.link": "remove it: `dmt plan` prints the bytes of an exchange",
     **{
         f"schedule.plateau.{key}": f"remove it: it is torch's default, {value}"

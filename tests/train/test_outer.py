@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 import numpy as np
 import psutil
@@ -48,11 +49,14 @@ SETTINGS = {
 
 @contextmanager
 def a_lighthouse(patience_s: float = 5.0) -> Iterator[str]:
-    """The address of a lighthouse, for which replicas live so long after a sign of life."""
+    """The address of a lighthouse, which the environment names, too. For it, replicas live so
+    long after a sign of life."""
     server = LighthouseServer(
         bind="127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=int(1000 * patience_s)
     )
-    yield server.address().replace(os.uname().nodename, "127.0.0.1")
+    address = server.address().replace(os.uname().nodename, "127.0.0.1")
+    with patch.dict(os.environ, {"TORCHFT_LIGHTHOUSE": address}):
+        yield address
     server.shutdown()
 
 
@@ -166,15 +170,13 @@ def end_both(commands: list[Command], code: int = 0) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("lighthouse")
 @pytest.mark.parametrize("overlap", ["none", "delayed"])
-def test_two_replicas_are_the_plain_simulation(
-    own_project: Project, lighthouse: str, overlap: str
-) -> None:
+def test_two_replicas_are_the_plain_simulation(own_project: Project, overlap: str) -> None:
     """And the weights of both are equal to the bit at the end."""
     changes = {**SETTINGS, "parallel.outer.overlap": overlap}
     with ExitStack() as stack:
-        place = {"parallel.outer.lighthouse": lighthouse}
-        commands, runs = run_both(own_project, {**changes, **place}, stack)
+        commands, runs = run_both(own_project, changes, stack)
         end_both(commands)
     losses, expected = simulate(own_project, delayed=overlap == "delayed")
     for run, plain in zip(runs, losses, strict=True):
@@ -186,12 +188,13 @@ def test_two_replicas_are_the_plain_simulation(
 
 
 @pytest.mark.slow
-def test_replicas_that_differ_are_refused(own_project: Project, lighthouse: str) -> None:
+@pytest.mark.usefixtures("lighthouse")
+def test_replicas_that_differ_are_refused(own_project: Project) -> None:
     """One of them ends, with one error."""
     with ExitStack() as stack:
         commands = []
         for number in (0, 1):
-            place = {"parallel.outer.lighthouse": lighthouse, "parallel.outer.replica": number}
+            place = {"parallel.outer.replica": number}
             changes = {**SETTINGS, **place, "training.global_batch_size": 8 * (number + 1)}
             command = own_project.command(f"run{number}", changes)
             commands.append(stack.enter_context(started(command, own_project.folder)))
@@ -216,8 +219,7 @@ def test_a_killed_replica_comes_back(own_project: Project) -> None:
     with ExitStack() as stack:
         # Less than a restart takes, even of warm ranks.
         lighthouse = stack.enter_context(a_lighthouse(patience_s=1.0))
-        place = {"parallel.outer.lighthouse": lighthouse}
-        commands, runs = run_both(own_project, {**changes, **place}, stack)
+        commands, runs = run_both(own_project, changes, stack)
         commands[1].wait_for(lambda: steps_logged(runs[1]) >= 10, "step 10")
         killed = commands[1].ranks()
         for rank in killed.values():
@@ -258,10 +260,9 @@ def meets(rank: psutil.Process, lighthouse: str) -> bool:
 def test_a_stop_while_others_are_waited_for(own_project: Project) -> None:
     """Both save, and continue with the exchange that they owe, as if nothing had happened."""
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(a_lighthouse(patience_s=3600))
-        place = {"parallel.outer.lighthouse": lighthouse}
-        changes, fault = {**SETTINGS, **place}, "step=stop@hit6"
-        commands, runs = run_both(own_project, changes, stack, fault)
+        stack.enter_context(a_lighthouse(patience_s=3600))
+        fault = "step=stop@hit6"
+        commands, runs = run_both(own_project, SETTINGS, stack, fault)
         for command, run in zip(commands, runs, strict=True):
             command.wait_for(partial(waits, run), "an exchange")
             command.interrupt()
@@ -270,8 +271,8 @@ def test_a_stop_while_others_are_waited_for(own_project: Project) -> None:
                 commands[1].ranks()[0].resume()
     assert [checkpoints(run)[-1] for run in runs] == [8, 8]
     with ExitStack() as stack:
-        place["parallel.outer.lighthouse"] = stack.enter_context(a_lighthouse())
-        commands, _ = run_both(own_project, {**SETTINGS, **place}, stack)
+        stack.enter_context(a_lighthouse())
+        commands, _ = run_both(own_project, SETTINGS, stack)
         end_both(commands)
     _, expected = simulate(own_project, delayed=False)
     first, second = (weights(run, STEPS) for run in runs)
@@ -297,12 +298,11 @@ def test_replicas_have_every_sample_of_a_batch_once() -> None:
 
 def test_what_disagrees_is_one_error_each(tmp_path: Path) -> None:
     recipe = write_project(tmp_path)
-    outer = "parallel.outer={replicas: 3, every_steps: 4, replica: 3, lighthouse: 'here:80'}"
+    outer = "parallel.outer={replicas: 3, every_steps: 4, replica: 3}"
     with pytest.raises(RecipeError) as found:
         load_recipe(recipe, [outer, "checkpoint.every_steps=6", "schedule.name=plateau"])
     assert {problem.key for problem in found.value.problems} >= {
         "parallel.outer.replica",
-        "parallel.outer.lighthouse",
         "checkpoint.every_steps",
         "schedule.name",
     }
@@ -311,3 +311,6 @@ def test_what_disagrees_is_one_error_each(tmp_path: Path) -> None:
 def test_a_launch_states_which_replica_it_is(own_project: Project) -> None:
     ended = own_project.launch("run", {"parallel.outer.replicas": 2}, code=2)
     assert "torchft_lighthouse" in ended.err and "Traceback" not in ended.err
+    changes = {"parallel.outer.replicas": 2, "parallel.outer.replica": 0}
+    ended = own_project.launch("run", changes, env={"TORCHFT_LIGHTHOUSE": "here:80"}, code=2)
+    assert "TORCHFT_LIGHTHOUSE: here:80, not http://HOST:PORT" in ended.err

@@ -1,7 +1,6 @@
 """Rules of `parallel.outer`."""
 
 from collections.abc import Iterator
-from urllib.parse import urlsplit
 
 from toolkit.errors import Problem
 from toolkit.objectives.preference import REFERENCE
@@ -18,10 +17,6 @@ def outer_problems(recipe: Recipe) -> Iterator[Problem]:
     if outer.replica is not None and outer.replica >= outer.replicas:
         allowed = f"0 to {outer.replicas - 1}"
         yield Problem(f"{_KEY}.replica", str(outer.replica), allowed, "number them from 0")
-    url = urlsplit(outer.lighthouse or "http://localhost")
-    if url.scheme not in ("http", "https") or not url.hostname:
-        fix = f"set {_KEY}.lighthouse to e.g. http://10.0.0.1:29510"
-        yield Problem(f"{_KEY}.lighthouse", str(outer.lighthouse), "http://HOST:PORT", fix)
     steps, key = recipe.checkpoint.every_steps, "checkpoint.every_steps"
     if steps is not None and steps % outer.every_steps:
         nearest = -(-steps // outer.every_steps) * outer.every_steps

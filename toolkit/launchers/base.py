@@ -214,7 +214,7 @@ _OF_THIS_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH")
 _SETTINGS = (
     *("CUBLAS_", "CUDA_", "GLOO_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_"),
     *("UCX_", "DMT_", "DS_ACCELERATOR", "HF_", "LD_LIBRARY_PATH", "PYTHONPATH"),
-    *("MLFLOW_", "WANDB_"),
+    *("MLFLOW_", "TORCHFT_", "WANDB_"),
 )
 """Prefixes of variables that change how ranks compute, communicate and report."""
 

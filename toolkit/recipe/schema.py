@@ -594,7 +594,8 @@ class ZeroSection(Section):
 
 
 class OuterSection(Section):
-    """Replicas that train on their own between exchanges of weights (DiLoCo)."""
+    """Replicas that train on their own between exchanges of weights (DiLoCo). They meet at
+    `torchft_lighthouse`, whose address is the environment's TORCHFT_LIGHTHOUSE."""
 
     replicas: Annotated[int, Field(ge=2, le=1024)]
     """Number of replicas, each a run of its own with the machines of `cluster`. Each trains
@@ -611,9 +612,6 @@ class OuterSection(Section):
     end."""
     replica: Count | None = None
     """Which replica this is, from 0; a launch starts one."""
-    lighthouse: NonEmpty | None = None
-    """http://HOST:PORT of `torchft_lighthouse`, through which replicas meet; null: the
-    environment's TORCHFT_LIGHTHOUSE."""
 
 
 class ParallelSection(Section):

@@ -66,14 +66,20 @@ class ReplicaOrder:
 
 def place(settings: OuterSection) -> tuple[int, str]:
     """The number of this replica and the address of torchft's lighthouse. Raises PlanError."""
-    lighthouse = settings.lighthouse or environ.get(_LIGHTHOUSE)
+    lighthouse = environ.get(_LIGHTHOUSE)
     if settings.replica is None or lighthouse is None:
         raise PlanError(
             "parallel.outer: a launch starts one replica, and the recipe does not state which "
-            "one, or where torchft's lighthouse is",
-            fix="start `torchft_lighthouse --min_replicas 1`, then each replica: dmt launch "
-            "RECIPE --run-dir RUN-N --set parallel.outer.replica=N --set "
-            "parallel.outer.lighthouse=http://HOST:29510",
+            f"one, or {_LIGHTHOUSE} is not set",
+            fix="start `torchft_lighthouse --min_replicas 1`, then each replica: "
+            f"{_LIGHTHOUSE}=http://HOST:29510 dmt launch RECIPE --run-dir RUN-N --set "
+            "parallel.outer.replica=N",
+        )
+    url = urlsplit(lighthouse)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise PlanError(
+            f"{_LIGHTHOUSE}: {lighthouse}, not http://HOST:PORT",
+            fix=f"export {_LIGHTHOUSE}=http://10.0.0.1:29510",
         )
     return settings.replica, lighthouse
 
@@ -149,7 +155,7 @@ class OuterEngine:
                     max_retries=_TRIES,
                 )
             except (RuntimeError, TimeoutError) as error:
-                fix = "start `torchft_lighthouse`, and state where in parallel.outer.lighthouse"
+                fix = f"start `torchft_lighthouse`, and export {_LIGHTHOUSE}=http://HOST:29510"
                 raise RunFailed(f"no lighthouse at {lighthouse}: {error}", fix=fix) from error
 
         first = together.run(lambda: manager() if ranks.rank == 0 else None)
