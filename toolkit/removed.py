@@ -103,6 +103,7 @@ SETTINGS: dict[str, str] = {
         for key, instead in {
             "resources": "`containers: [{resources: …}]`",
             "container": "`containers: [{…}]`",
+            "env_from": "`containers: [{envFrom: [{secretRef: {name: NAME}}]}]`",
             "gpu_resource": "`containers: [{resources: {limits: {NAME: N}}}]`; a NAME like "
             "amd.com/gpu replaces nvidia.com/gpu",
         }.items()

@@ -741,8 +741,6 @@ class KubernetesSection(Section):
     volume_claim: KubernetesName | None = None
     """A PersistentVolumeClaim that all machines can write to; needed for this launcher. It
     holds the run directory and relative paths of `data`, mounted at `/dmt`."""
-    env_from: KubernetesName | None = None
-    """A Kubernetes Secret whose keys become environment variables, e.g. WANDB_API_KEY."""
     pod: dict[str, Any] | None = None
     """Other fields of each pod's spec, as Kubernetes spells them (docs/launchers.md). Maps are
     merged; lists are appended; the first of `containers` is merged with the one that trains."""

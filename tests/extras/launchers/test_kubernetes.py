@@ -15,13 +15,14 @@ from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, KubernetesSection, LaunchSection
 
-SETTINGS = {"image": "registry.example/dmt:1", "volume_claim": "runs", "env_from": "keys"}
+SETTINGS = {"image": "registry.example/dmt:1", "volume_claim": "runs"}
 CLUSTERS_OWN = {
     "pod": {
         "containers": [
             {
                 "resources": {"requests": {"cpu": "64"}, "limits": {"rdma/ib": "8"}},
                 "securityContext": {"capabilities": {"add": ["IPC_LOCK"]}},
+                "envFrom": [{"secretRef": {"name": "keys"}}],
             }
         ],
         "nodeSelector": {"pool": "h100"},
@@ -83,7 +84,6 @@ def test_every_pod_runs_dmt_launch() -> None:
         *("--set", f"launch.rendezvous={name}-0.{name}:29400"),
     ]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
-    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
     assert container["env"] == [{"name": "CUDA_DEVICE_MAX_CONNECTIONS", "value": "1"}]
     assert pod["terminationGracePeriodSeconds"] == 120
 

@@ -138,8 +138,6 @@ def _pod(job: Job) -> Manifest:
             {"name": "shm", "mountPath": "/dev/shm"},
         ],
     }
-    if settings.env_from is not None:
-        container["envFrom"] = [{"secretRef": {"name": settings.env_from}}]
     more = dict(settings.pod or {})
     stated, *sidecars = more.pop("containers", None) or [{}]
     if job.cluster.gpu != "cpu" and not _names_gpus(stated):
