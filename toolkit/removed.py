@@ -91,6 +91,7 @@ SETTINGS: dict[str, str] = {
             "cpus_per_node": "cpus-per-task",
         }.items()
     },
+    "launch.slurm.setup": "source it before `dmt launch`: sbatch passes your environment on",
     "launch.slurm.requeue": "write --no-requeue in launch.slurm.options, or remove it for true",
     "launch.slurm.stop_before_s": "write --signal=B:USR1@SECONDS in launch.slurm.options, or "
     "remove it for 300",

@@ -125,9 +125,6 @@ def _nodes(job: Job) -> str:
 
 def _script(job: Job) -> Iterator[str]:
     """What the shell runs, every value of the recipe quoted."""
-    slurm = job.launch.slurm
-    if slurm.setup is not None:
-        yield f"source {shlex.quote(slurm.setup)}"
     command = shlex.join(
         (*python(), *DMT, "launch", str(job.recipe_file), "--run-dir", str(job.run_dir))
     )

@@ -722,15 +722,14 @@ class ElasticSection(Section):
 
 
 class SlurmSection(Section):
-    """The batch job that `launcher: slurm` submits."""
+    """The batch job that `launcher: slurm` submits. Its environment is that of `dmt launch`, so
+    load modules before."""
 
     options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
     """Options of sbatch, e.g. `[--partition=gpu, --time=24:00:00, --cpus-per-task=96,
     --exclusive, --mem=0]`. A task is all ranks of a machine. The script names what it leaves to
     the cluster's defaults: cores, memory, time, other jobs. DMT's own are --requeue and
     --signal=B:USR1@300, seconds before the time limit to save in. Yours replace them."""
-    setup: NonEmpty | None = None
-    """A shell file that the job sources first, e.g. one that loads modules."""
 
 
 class KubernetesSection(Section):
