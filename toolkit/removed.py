@@ -79,6 +79,7 @@ SETTINGS: dict[str, str] = {
     "to the faster ones",
     "parallel.zero.extra": "write the keys into a copy of a file of ds_configs/, and name it "
     "in parallel.zero.config",
+    "checkpoint.resume": "remove it; a run continues, and --run-dir NEW begins another one",
     "checkpoint.memory": "save to storage more often (checkpoint.every_steps); saves are "
     "asynchronous",
     **{
@@ -157,6 +158,7 @@ VALUES: dict[str, dict[str, str]] = {
 """What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
+    "checkpoint.resume": "auto",
     "adapter.name": "lora",
     "data.train.at_end": "repeat",
     "data.validation.at_end": "repeat",

@@ -445,9 +445,6 @@ MISTAKES = {
     "no warm-up next to one": M(
         "schedule.warmup_ratio: 0", "or `schedule.warmup_steps: 0` where it comes from",
     ),
-    "restarts that may not continue": M(
-        "checkpoint.resume: never", "to auto", given=("launch.max_restarts: 2",),
-    ),
     "fsdp with half an offload": M(
         "parallel.zero.offload_optimizer: cpu", "to auto",
         given=("parallel.engine: fsdp", "parallel.zero.stage: 3",

@@ -373,14 +373,6 @@ def _following(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(key, found, allowed, fix)
 
 
-def _restarts(recipe: Recipe) -> Iterator[Problem]:
-    restarts = recipe.launch.max_restarts
-    if restarts and recipe.checkpoint.resume == "never":
-        allowed = "auto with launch.max_restarts: a restart continues from a checkpoint"
-        fix = "set checkpoint.resume to auto, or launch.max_restarts to 0"
-        yield Problem("checkpoint.resume", f"never with {restarts} restarts", allowed, fix)
-
-
 def _containers(recipe: Recipe) -> Iterator[Problem]:
     found = (recipe.launch.kubernetes.pod or {}).get("containers")
     is_list = isinstance(found, list) and all(isinstance(one, dict) for one in found)
@@ -446,7 +438,6 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     outer_problems,
     _following,
     *DATA_RULES,
-    _restarts,
     _containers,
     _elastic,
 )

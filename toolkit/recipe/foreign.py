@@ -126,7 +126,8 @@ _NAMES = {
     Foreign("evaluation.every_steps"): "eval_interval",
     Foreign("evaluation.batches"): "eval_iters",
     Foreign("checkpoint.every_steps"): "save_interval",
-    Foreign("checkpoint.resume", "`auto` or `never`"): "resume_from_checkpoint",
+    Foreign(None, "the run of a directory continues by itself; remove it"):
+        "resume resume_from_checkpoint",
     Foreign("name", "it names the run directory, `runs/<name>`"): "output_dir run_name",
     Foreign("logging.trackers", "e.g. `[wandb, tensorboard]`"):
         "report_to wandb use_wandb tensorboard use_tensorboard mlflow trackio",

@@ -681,8 +681,6 @@ class CheckpointSection(Section):
     keep_best: Positive | None = None
     """Checkpoints with the lowest validation loss to keep, too; `export/` is then of the best
     one."""
-    resume: Literal["auto", "never"] = "auto"
-    """`auto`: continue from the newest undamaged checkpoint of the run directory."""
     asynchronous: bool = True
     """Training continues while a checkpoint is written, from a copy in host memory."""
     export: bool = True

@@ -98,15 +98,10 @@ class RunCheckpoints:
     def find(self, config: PretrainedConfig, marks: Marks) -> ResumePoint | None:
         """The checkpoint that the run, of a model with this `config`, continues from.
 
-        Raises CheckpointError if the recipe forbids resuming, if recipe, model or data differ,
-        or if all checkpoints are damaged or missing.
+        Raises CheckpointError if recipe, model or data differ, or if all checkpoints are damaged
+        or missing.
         """
         check_shared_disk(self.store.folder)
-        if self.assignment.recipe.checkpoint.resume == "never" and self.store.expects_one():
-            raise CheckpointError(
-                f"{self.store.folder} holds checkpoints and checkpoint.resume is never",
-                fix="start in another directory (--run-dir), or set checkpoint.resume: auto",
-            )
         found = find_newest(
             self.store,
             expected=any(e.get("kind") == "save" for e in read_events(self.directory.events)),

@@ -142,11 +142,6 @@ def _check_target(run: RunDirectory, recipe: Recipe) -> None:
     refuse_if_claimed(run)
     refuse_other_run(run, recipe)
     store = CheckpointStore(run.checkpoints, keep=1)
-    if recipe.checkpoint.resume == "never":
-        raise CheckpointError(
-            "checkpoint.resume is never: the run would not continue from what is imported",
-            fix="set checkpoint.resume: auto",
-        )
     if store.expects_one():
         raise CheckpointError(
             f"{store.folder} holds checkpoints of a run", fix="--run-dir OTHER for a new run"
