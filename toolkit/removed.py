@@ -98,6 +98,7 @@ SETTINGS: dict[str, str] = {
     "remove it for 300",
     "launch.kubernetes.namespace": "kubectl config set-context --current --namespace=NAME",
     "launch.ray": "set RAY_ADDRESS in the environment",
+    "launch.start_timeout_s": "remove it: ranks may be without progress for two hours",
     "launch.hostfile": "`deepspeed --hostfile FILE launch/train.py RECIPE`, or `dmt launch` on "
     "each machine with launch.rendezvous (docs/launchers.md)",
     **{
@@ -158,6 +159,7 @@ VALUES: dict[str, dict[str, str]] = {
 """What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
+    "launch.start_timeout_s": 7200.0,
     "checkpoint.resume": "auto",
     "adapter.name": "lora",
     "data.train.at_end": "repeat",

@@ -123,7 +123,7 @@ def test_a_rank_that_hangs_before_the_first_step_is_named(tmp_path):
     with Ranks(tmp_path, "begin@1") as ranks:
         assert ranks.codes(0, 1, 2) == [4, 4, 4]
         assert "misbehave" in ranks.hangs()[1]["where"]
-        assert "nothing done for 5 s (launch.start_timeout_s); " in ranks.error()
+        assert "nothing done for 5 s at the start; " in ranks.error()
 
 
 def test_the_first_step_may_take_longer(tmp_path):

@@ -61,7 +61,7 @@ def misbehave() -> None:
 meet("start")  # a rank that waits for slow imports of another one would hang, for a marks
 with Marks(rank) as marks:
     offset = events_offset(run.path)
-    marks.watch(run, world, limit_s, start_s, offset)
+    marks.watch(run, world, limit_s, offset, start_s)
     if behaviour == "begin" and rank == int(chosen):
         misbehave()
     meet("begin")

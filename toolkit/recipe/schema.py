@@ -756,9 +756,7 @@ class LaunchSection(Section):
     retried."""
     hang_timeout_s: PositiveFloat = 1800.0
     """Seconds that one step, save or validation may take, the first step three times as long.
-    Then each rank logs its stacks, and the run fails (and is restarted)."""
-    start_timeout_s: PositiveFloat = 7200.0
-    """Seconds without progress before the first step."""
+    Before it, two hours without progress are too long. Then each rank logs its stacks, and the run fails (and is restarted)."""
     grace_s: PositiveFloat | None = None
     """Seconds that ranks may take to save and exit after a signal to `dmt launch`; null: no
     limit."""

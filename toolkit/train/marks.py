@@ -52,7 +52,7 @@ LIBRARIES, WAITING = "loading the libraries", "waiting for the other ranks"
 BUILDING = "building the model"
 
 START_LIMIT_S = 7200.0
-"""Seconds that a process may take until it knows `launch.start_timeout_s`."""
+"""Seconds without progress that a process may take before the first step."""
 _LONGEST_BEAT_S = 1.0
 _BEATS_PER_LIMIT = 20
 _LONGEST_LOOK_S = 10.0
@@ -130,11 +130,16 @@ class Marks:
             self._log.close()
 
     def watch(
-        self, run: RunDirectory, world: int, limit_s: float, start_limit_s: float, offset: int
+        self,
+        run: RunDirectory,
+        world: int,
+        limit_s: float,
+        offset: int,
+        start_limit_s: float = START_LIMIT_S,
     ) -> None:
         """Take the time limits of a run, and report in its files from now on.
 
-        `limit_s` is `launch.hang_timeout_s`, `start_limit_s` is `launch.start_timeout_s`.
+        `limit_s` is `launch.hang_timeout_s`, `start_limit_s` the limit before the first step.
         `offset`: see `events_offset`.
         """
         run.logs.mkdir(parents=True, exist_ok=True)
@@ -243,7 +248,7 @@ class Marks:
         have had time to write theirs. Launchers show the end of the log, which is its message.
         """
         pause_s = 3 * self._every_s(_LONGEST_LOOK_S) + _PAUSE_S
-        limit = f"{self._limit_s:g} s" + " (launch.start_timeout_s)" * self._starting
+        limit = f"{self._limit_s:g} s" + " at the start" * self._starting
         try:
             self._end_within(pause_s + 2 * _TELLING_S)
             self._write(

@@ -42,8 +42,7 @@ class Start:
         run, launch = RunDirectory(assignment.run_dir), assignment.recipe.launch
         stop = StopRequest(run.stop if ranks.rank == 0 else None)
         offset = events_offset(run.path)
-        limits = launch.hang_timeout_s, launch.start_timeout_s
-        marks.watch(run, ranks.world, *limits, offset)
+        marks.watch(run, ranks.world, launch.hang_timeout_s, offset)
         split = BatchSplit(assignment.plan.layout)
         return cls(assignment, ranks, together, marks, stop, offset, split)
 
