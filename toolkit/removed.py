@@ -10,6 +10,8 @@ from typing import Any
 _EXPORT = "`dmt checkpoint export RUN FOLDER`"
 _HARNESS = "`lm_eval --model hf --model_args pretrained=FOLDER --tasks NAMES`"
 
+_LESS_MEMORY = "state memory_gib in a cluster file, and name that with --cluster"
+
 SETTINGS: dict[str, str] = {
     "data.streaming": "remove it: all text is tokenised first, ahead with `dmt data prepare`",
     **{
@@ -73,6 +75,7 @@ SETTINGS: dict[str, str] = {
     "optimizer.layer_decay": "state the rates in `optimizer.groups`, a group for each layer",
     "optimizer.muon": "remove it: the momentum is 0.95, and Nesterov's",
     "optimizer.adafactor": "remove it; `optimizer.name: adamw_8bit` has moments of 8 bits",
+    "cluster.memory_fraction": _LESS_MEMORY,
     "cluster.groups": "remove it, and plan for machines of one kind; `parallel.balance: auto` "
     "moves samples to faster ranks",
     "parallel.shares": "remove it; `parallel.balance: auto` measures ranks, and moves samples "
@@ -159,6 +162,7 @@ VALUES: dict[str, dict[str, str]] = {
 """What to do instead of a removed value of a setting."""
 
 DEFAULTS: dict[str, object] = {
+    "cluster.memory_fraction": 1.0,
     "launch.start_timeout_s": 7200.0,
     "checkpoint.resume": "auto",
     "adapter.name": "lora",
@@ -210,7 +214,7 @@ COMMANDS: dict[str, str] = {
     "estimate": "use `dmt plan`, which prints memory and time by part",
     "plan --mtbf": "save every sqrt(2 * seconds that a save stops training * seconds between "
     "failures), docs/checkpoints.md",
-    "plan --memory-fraction": "use --set cluster.memory_fraction=FRACTION",
+    "plan --memory-fraction": _LESS_MEMORY,
     "plan --check-memory": "use `dmt rehearse RECIPE --gpu`",
     "plan --html": "use `dmt plan RECIPE --explain`",
     "plan --top": "leave it out: the best layout of every strategy is shown",

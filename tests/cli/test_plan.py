@@ -210,11 +210,15 @@ def test_json_is_the_contract(dmt: Dmt) -> None:
     assert {entry["kind"] for entry in ledger} == {"exact", "approximated"}
 
 
-def test_what_cannot_be_built_does_not_fit(dmt: Dmt) -> None:
+def test_what_cannot_be_built_does_not_fit(tmp_path: Path, dmt: Dmt) -> None:
     """megatron-core builds all of a rank before DeepSpeed shards; of half of each GPU here."""
     sets = ["engine=deepspeed", "model=megatron", "tensor=1", "zero.stage=3"]
     words = [word for one in sets for word in ("--set", f"parallel.{one}")]
-    words += ["--set", "cluster.memory_fraction=0.5", "--set", "cluster.nodes=16"]
+    cluster = tmp_path / "cluster.yaml"
+    cluster.write_text(
+        "nodes: 16\ngpus_per_node: 8\ngpu: {like: h100-80gb, memory_gib: 39.55}\n"
+    )
+    words += ["--cluster", str(cluster)]
     shown = dmt("plan", LLAMA_70B, *words, code=2).out
     assert "131.4 of 39.55 GiB, does not fit" in shown
     assert "131.4 GiB while the model is built" in shown

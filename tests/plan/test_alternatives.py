@@ -14,7 +14,7 @@ from toolkit.errors import PlanError, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.alternatives import Alternative, over, remedies, what_if
 from toolkit.plan.estimate import MARGIN, estimate
-from toolkit.plan.hardware.cluster import parse_cluster
+from toolkit.plan.hardware.cluster import Cluster, parse_cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, placed_on, plan_of, plan_recipe, settled
 from toolkit.plan.reasons import reasons
@@ -96,16 +96,17 @@ def test_a_plan_says_why_its_layout_was_chosen_and_what_is_tight() -> None:
     assert first.startswith("choice: the simplest layout that fits with a margin of memory")
     assert first.endswith(f"{gain:.1%} less time") and gain > 0
     # As large as this layout needs: it is tight, and so is all that is chosen instead.
-    share = (chosen.best.memory_gib + 0.1) / 79.1
-    fixed = settled(wanted, plan_of(chosen)).with_values({"cluster.memory_fraction": share})
-    tight = explore(fixed)
+    fixed, least = settled(wanted, plan_of(chosen)), chosen.best.memory_gib + 0.1
+    tight = explore(fixed, _with_memory(chosen.cluster, least))
     assert tight.best.layout == chosen.best.layout
     assert tight.best.room == "tight"
     (warning,) = (one for one in reasons(tight, 0.0) if "WARNING" in one)
     assert "memory is tight" in warning and "no layout leaves a margin" in warning
-    assert explore(fixed, tight.cluster).cluster == tight.cluster, "the share is taken once"
-    too_small = fixed.with_values({"cluster.memory_fraction": share - 0.01})
-    assert not explore(too_small).fits
+    assert not explore(fixed, _with_memory(chosen.cluster, least - 1)).fits
+
+
+def _with_memory(cluster: Cluster, memory_gib: float) -> Cluster:
+    return replace(cluster, gpu=replace(cluster.gpu, memory_gib=memory_gib))
 
 
 def test_the_shortlist_has_a_safer_layout() -> None:

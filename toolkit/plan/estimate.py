@@ -125,7 +125,7 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
     """Predict a recipe's plan on `cluster`, or on the usual machines of its accelerator."""
     where = recipe.cluster
     job = PlanRequest.of(recipe, where, model_config(recipe.model))
-    place = (cluster or usual_cluster(where)).limited(where.memory_fraction)
+    place = cluster or usual_cluster(where)
     return estimate(workload_of(job, Pair(plan.engine, plan.model)), plan.layout, place)
 
 

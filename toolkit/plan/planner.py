@@ -39,10 +39,7 @@ def explore(recipe: Recipe, cluster: Cluster | None = None) -> Search:
     be determined, RecipeError if `parallel` is not possible: the recipe was checked at load,
     but its own DeepSpeed file may have set the ZeRO stage since.
     """
-    if cluster is None:
-        where = recipe.cluster
-        cluster = usual_cluster(where)
-    cluster = cluster.limited(recipe.cluster.memory_fraction)
+    cluster = cluster or usual_cluster(recipe.cluster)
     where = placed_on(recipe, cluster).cluster
     if found := legality.problems(recipe.parallel, where):
         raise RecipeError(found)

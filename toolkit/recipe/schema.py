@@ -662,8 +662,6 @@ class ClusterSection(Section):
     gpu: NonEmpty = "cpu"
     """Accelerator name in the hardware catalogue, e.g. `h100-80gb`, or `cpu`. A cluster file
     describes one of your own (docs/cluster.md)."""
-    memory_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of each GPU's memory that a plan may need."""
 
     @property
     def world_size(self) -> int:
@@ -756,7 +754,8 @@ class LaunchSection(Section):
     retried."""
     hang_timeout_s: PositiveFloat = 1800.0
     """Seconds that one step, save or validation may take, the first step three times as long.
-    Before it, two hours without progress are too long. Then each rank logs its stacks, and the run fails (and is restarted)."""
+    Then each rank logs its stacks, and the run fails (and is restarted). Before the first step,
+    the limit is two hours without progress."""
     grace_s: PositiveFloat | None = None
     """Seconds that ranks may take to save and exit after a signal to `dmt launch`; null: no
     limit."""

@@ -1,7 +1,7 @@
 """A cluster: nodes of equal accelerators, and the links between them."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolkit.errors import PlanError
@@ -19,21 +19,10 @@ class Cluster(Surroundings):
     nodes: int
     gpu: Gpu
     price_per_gpu_hour: float | None = None
-    memory_fraction: float = 1.0
-    """Share of each accelerator's memory that layouts may need; `gpu.memory_gib` is this share
-    of it."""
 
     def __hash__(self) -> int:
         """Of what tells clusters apart: a search looks one up thousands of times."""
         return hash((self.name, self.nodes, self.gpus_per_node))
-
-    def limited(self, memory_fraction: float) -> "Cluster":
-        """The same cluster, with this share of each accelerator's memory."""
-        memory_gib = self.gpu.memory_gib
-        if memory_gib is None or memory_fraction == self.memory_fraction:
-            return self
-        gpu = replace(self.gpu, memory_gib=memory_gib * memory_fraction / self.memory_fraction)
-        return replace(self, gpu=gpu, memory_fraction=memory_fraction)
 
     @property
     def gpus(self) -> int:
