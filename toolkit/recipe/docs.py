@@ -5,7 +5,7 @@ python -m toolkit.recipe.docs --check    exit 1 when the file is not current
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from toolkit.recipe.words import Schema, Setting, schema_of, settings
@@ -49,11 +49,14 @@ def render() -> str:
     seen: set[str] = set()
     for path, setting in settings().items():
         names = {one["title"]: kind for kind, one in setting.kinds.items()}
-        shown: dict[str, str] = {}
-        for section in setting.sections:
-            if (title := section["title"]) in seen:
-                continue
-            seen.add(title)
+        new = [one for one in setting.sections if one["title"] not in seen]
+        seen |= {one["title"] for one in new}
+        shared = _shared(new) if names and new else []
+        if shared:
+            lines += ["", f"## `{path}` of every kind", "", *shared]
+        shown = dict.fromkeys(shared, "")
+        for section in new:
+            title = section["title"]
             kind = names.get(title, "")
             heading = f"`{path}`" + f" with `kind: {kind}`" * bool(kind)
             lines += ["", f"## {heading}", "", _flat(section["description"]), ""]
@@ -61,16 +64,22 @@ def render() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _shared(sections: Sequence[Schema]) -> list[str]:
+    """The settings that all of these have."""
+    first, *others = ([*_lines(one)] for one in sections)
+    return [line for line in first if all(line in one for one in others)]
+
+
 def _section(section: Schema, kind: str, shown: dict[str, str]) -> Iterator[str]:
-    """The settings of a section. `shown`: those of other kinds of it, each with its kind, which
-    are only named again."""
+    """The settings of a section. `shown`: those that were shown, each with the other kind that
+    has it, which are only named again, or without one, which all kinds have."""
     again: dict[str, list[str]] = {}
     for line in _lines(section):
-        if before := shown.get(line):
-            again.setdefault(before, []).append(line.split()[1])
-        else:
+        if line not in shown:
             yield line
             shown[line] = kind
+        elif before := shown[line]:
+            again.setdefault(before, []).append(line.split()[1])
     for before, names in again.items():
         yield f"- As with `kind: {before}`: {', '.join(names)}"
 
