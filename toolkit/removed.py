@@ -18,15 +18,15 @@ SETTINGS: dict[str, str] = {
         f"data.{side}.{key}": instead
         for side in ("train", "validation")
         for key, instead in {
-            "at_end": "remove it, and set training.steps: `dmt data show` prints the passes over "
-            "each source",
+            "at_end": "remove it, and set training.steps: `dmt data show` prints the passes "
+            "over each source",
             "malformed_limit": "remove it: `dmt data prepare` counts what is dropped",
             "row_limit_mib": "remove it; write rows of more than 128 MiB as Parquet",
         }.items()
     },
     "data.remote_cache_gib": "remove it: a pair of token files at a URL is copied into "
     "data.cache once",
-    "training.batch_ramp.tokens": "write training.batch_ramp.steps, the steps until the batch is "
+    "training.batch_ramp.tokens": "write training.batch_ramp.steps, after which the batch is "
     "whole",
     "data.stages.from_tokens": "write from_step: tokens / (training.global_batch_size · "
     "training.sequence_length)",

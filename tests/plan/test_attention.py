@@ -32,7 +32,7 @@ def planned(**changes: Any) -> Plan:
         ({}, "cudnn"),
         ({"cluster__gpu": "a100-80gb"}, "sdpa"),
         ({"cluster__gpu": "cpu"}, "sdpa"),
-        ({"cluster__gpu": {"like": "h200", "memory_gib": 100}}, "cudnn"),
+        ({"cluster__gpu": "h200"}, "cudnn"),
         ({"training__precision": "fp32"}, "sdpa"),
         (ISOLATED, "varlen"),
         (ISOLATED | {"cluster__gpu": "v100-32gb", "training__precision": "fp16"}, "sdpa"),

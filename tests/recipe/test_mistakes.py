@@ -498,8 +498,8 @@ MISTAKES = {
         "in order", "data.stages[1]", given=(BLEND,),
     ),
     "a stage that begins nowhere": M(
-        "data.stages: [{weights: {a.txt: 1, b.txt: 2}}]", "from_step", "data.stages[0]",
-        given=(BLEND,),
+        "data.stages: [{weights: {a.txt: 1, b.txt: 2}}]", "from_step",
+        "data.stages[0].from_step", given=(BLEND,),
     ),
     "stages of epochs": M(
         "data.stages: [{from_step: 5, weights: {a.txt: 1, b.txt: 2}}]", "with `weight`",

@@ -17,7 +17,11 @@ from toolkit.run.directory import RunDirectory, refuse_other_run
 BLEND = Path("recipes/tiny/llama-blend.yaml")
 PLAIN = Path("recipes/tiny/llama-bytes.yaml")
 
-REQUIRED = {"outer": {"replicas": 2, "every_steps": 10}, "adapter": {"rank": 4, "alpha": 8}}
+REQUIRED = {
+    "outer": {"replicas": 2, "every_steps": 10},
+    "adapter": {"rank": 4, "alpha": 8},
+    "batch_ramp": {"start": 4, "increment": 4, "steps": 10},
+}
 """What a section must state."""
 
 

@@ -117,9 +117,8 @@ def _reports(found: Found, at: ForeignSetting | None) -> None:
     if wanted := [name for name in REPORTS if name in stated or "all" in stated]:
         found.put("logging.trackers", wanted, at)
     if other := [str(one) for one in stated if one not in (*REPORTS, "all", "none")]:
-        found.drop(
-            at, f"no {', '.join(other)}; logging.trackers has {', '.join(REPORTS)}", changes=False
-        )
+        what = f"no {', '.join(other)}; there are {', '.join(REPORTS)}"
+        found.drop(at, what, changes=False)
 
 
 def _schedule(found: Found, settings: Settings, name: str) -> None:

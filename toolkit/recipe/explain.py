@@ -214,7 +214,7 @@ def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:
         single = len(value) == 1 and takes_one and not takes_list
         return f"without brackets: {stated.text((*path, 0))}" if single else ""
     if isinstance(value, dict):
-        return later_value(setting_of(path), "a map")
+        return value_fix(setting_of(path), "a map")
     if value is None:
         return ""
     if isinstance(value, str):

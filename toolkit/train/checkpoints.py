@@ -98,8 +98,8 @@ class RunCheckpoints:
     def find(self, config: PretrainedConfig, marks: Marks) -> ResumePoint | None:
         """The checkpoint that the run, of a model with this `config`, continues from.
 
-        Raises CheckpointError if recipe, model or data differ, or if all checkpoints are damaged
-        or missing.
+        Raises CheckpointError if recipe, model or data differ, or if all checkpoints are
+        damaged or missing.
         """
         check_shared_disk(self.store.folder)
         found = find_newest(

@@ -50,7 +50,8 @@ class StepGuard:
         reasons = "; ".join(dict.fromkeys(self._skips))
         raise on_every_rank(
             RunFailed(
-                f"steps {first} to {step} were all skipped: {reasons}. The weights are those of step {first - 1}",
+                f"steps {first} to {step} were all skipped: {reasons}. The weights are those "
+                f"of step {first - 1}",
                 fix="look at the data of these steps, and at loss and grad_norm before them in "
                 "metrics.jsonl. In a new run: a lower optimizer.learning_rate, a longer "
                 "schedule.warmup_steps, or training.precision bf16 or fp32. A higher "

@@ -87,7 +87,7 @@ def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
     start.marks.begin("reading the data")
     config = together.run(lambda: hf.build_config(recipe.model))
     data = together.leaders_first(
-        lambda: build_data(recipe.data, training, config.vocab_size, start.marks.track)
+        lambda: build_data(recipe.data, recipe.training, config.vocab_size, start.marks.track)
     )
     take_ends(config, recipe, data)
     steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch))
