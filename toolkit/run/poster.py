@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -48,13 +48,13 @@ _LONGEST_PARAMETER = 500
 """Letters of a parameter that every server of MLflow takes."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Posted:
     """What a tracker has of this run; kept in RUN/TRACKER.json."""
 
     run_id: str
     """The run's id at the tracker, the same in every start; empty where it chooses one."""
-    names: Mapping[str, int] = field(default_factory=dict)
+    names: dict[str, int] = field(default_factory=dict)
     """The last posted step of every name: none is posted twice."""
 
     @classmethod
@@ -65,18 +65,10 @@ class Posted:
         except (OSError, ValueError):
             return None
 
-    @property
-    def step(self) -> int:
-        """The last step of which a number was posted."""
-        return max(self.names.values(), default=0)
-
     def takes(self, step: int, name: str) -> bool:
         """Whether a number is new, and of no earlier step than the last."""
-        return step >= self.step and step > self.names.get(name, -1)
-
-    def with_row(self, step: int, row: Mapping[str, float]) -> "Posted":
-        """The state when a row was posted."""
-        return replace(self, names={**self.names, **dict.fromkeys(row, step)})
+        last = max(self.names.values(), default=0)
+        return step >= last and step > self.names.get(name, -1)
 
     def save(self, path: Path) -> None:
         write_atomically(path, json.dumps(asdict(self)) + "\n")
@@ -105,9 +97,11 @@ class Trackers:
     ) -> None:
         """Start a thread for each; call this behind MetricsLog.resume."""
         self._posters = [
-            TrackerThread(run, name, logging.project, redact(run_name), events)
+            Poster(run, name, redact(run_name), logging.project, events)
             for name in wanted(logging)
         ]
+        for poster in self._posters:
+            poster.start()
 
     def finish(self, timeout_s: float) -> None:
         """Let all post the remaining values at the same time, at most that long; call this
@@ -116,70 +110,59 @@ class Trackers:
         for poster in self._posters:
             poster.ended.set()
         for poster in self._posters:
-            poster.finish(max(0.0, until - time.monotonic()), timeout_s)
+            poster.join(max(0.0, until - time.monotonic()))
+            if poster.is_alive():
+                poster.fail(f"it did not finish within {timeout_s:g} s")
 
 
-class TrackerThread:
-    """Posts the lines of one run to one tracker; tells, once, why it cannot."""
+class Poster(threading.Thread):
+    """Posts the lines of one run to one tracker; reports, once, why it cannot."""
 
     def __init__(
-        self,
-        run: RunDirectory,
-        name: str,
-        project: str,
-        run_name: str,
-        events: EventLog,
+        self, run: RunDirectory, tracker: str, run_name: str, project: str, events: EventLog
     ) -> None:
-        self._run, self._name, self._project, self._run_name = run, name, project, run_name
-        self._events = events
+        super().__init__(daemon=True, name=f"post to {tracker}")
+        self._run, self._tracker, self._events = run, tracker, events
+        self._run_name, self._project = run_name, project
         self.ended = threading.Event()
         """Set when the run has ended: what is left is posted, then the thread ends."""
         self._failed = False
-        self._thread = threading.Thread(target=self._work, daemon=True, name=f"post to {name}")
-        self._thread.start()
 
-    def finish(self, remaining_s: float, limit_s: float) -> None:
-        """Wait for its end."""
-        self._thread.join(remaining_s)
-        if self._thread.is_alive():
-            self._fail(f"it did not finish within {limit_s:g} s")
-        if self._name == "wandb" and not self._failed and (line := _how_to_upload(self._run)):
-            tell(line)
+    def run(self) -> None:
+        try:
+            self._post()
+        except ImportError as error:
+            packages = TRACKERS[self._tracker].packages
+            how = install(self._tracker) if packages else f"pip install {self._tracker}"
+            self.fail(f"it cannot be imported ({error}); {how}")
+        except (Exception, SystemExit) as error:
+            text = str(error).strip().splitlines()
+            self.fail(": ".join([type(error).__name__, *text[:1]]))
+            logger.info("%s stopped working", self._tracker, exc_info=error)
 
-    def _fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
+        """Report that the tracker does not work."""
         if self._failed:
             return
         self._failed = True
-        self._events.write("warning", source=self._name, message=reason)
-        title = TRACKERS[self._name].title
+        self._events.write("warning", source=self._tracker, message=reason)
+        title = TRACKERS[self._tracker].title
         tell(
             f"{title} is off: {reason}. Training is not affected; metrics.jsonl has everything"
         )
 
-    def _work(self) -> None:
-        try:
-            self._post_all()
-        except ImportError as error:
-            packages = TRACKERS[self._name].packages
-            how = install(self._name) if packages else f"pip install {self._name}"
-            self._fail(f"it cannot be imported ({error}); {how}")
-        except (Exception, SystemExit) as error:
-            text = str(error).strip().splitlines()
-            self._fail(": ".join([type(error).__name__, *text[:1]]))
-            logger.info("%s stopped working", self._name, exc_info=error)
-
-    def _post_all(self) -> None:
-        for variable in TRACKERS[self._name].not_inherited:
+    def _post(self) -> None:
+        for variable in TRACKERS[self._tracker].not_inherited:
             os.environ.pop(variable, None)
-        os.environ.update(TRACKERS[self._name].environment)
-        file = self._run.tracker_state(self._name)
-        new = Posted("" if self._name == "mlflow" else secrets.token_hex(8))
+        os.environ.update(TRACKERS[self._tracker].environment)
+        file = self._run.tracker_state(self._tracker)
+        new = Posted("" if self._tracker == "mlflow" else secrets.token_hex(8))
         posted = Posted.load(file) or new
         if posted.run_id:
             posted.save(file)  # if this start is killed, the next one continues the same run
-        start = _STARTS[self._name]
+        start = _STARTS[self._tracker]
         tracker = start(self._run, self._run_name, self._project, posted.run_id)
-        posted = replace(posted, run_id=tracker.run_id)
+        posted.run_id = tracker.run_id
         posted.save(file)
         rows, exit_code = _Rows(self._run), None
         while exit_code is None:
@@ -190,7 +173,7 @@ class TrackerThread:
             newest = exit_code == EXIT_DONE or tracker.adds_to_rows
             for step, row in rows.new(posted, newest=newest):
                 tracker.log(row, step)
-                posted = posted.with_row(step, row)
+                posted.names.update(dict.fromkeys(row, step))
                 if tracker.stores_at_once:
                     posted.save(file)
         tracker.finish(exit_code)
@@ -214,10 +197,15 @@ class _Rows:
         An event of a step is written before the next step's metrics. So metrics are read first,
         and every event of earlier steps is there when the events are read.
         """
-        for line in self._new_lines(self._run.metrics):
-            self._newest = max(self._newest, self._add(line, posted))
-        for line in self._new_lines(self._run.events):
-            self._add(line, posted)
+        for path in (self._run.metrics, self._run.events):
+            for line in self._new_lines(path):
+                if not isinstance(step := line.get("step"), int):
+                    continue
+                if path == self._run.metrics:
+                    self._newest = max(self._newest, step)
+                for name, value in _numbers(line).items():
+                    if posted.takes(step, name):
+                        self._rows.setdefault(step, {})[name] = value
         for step in sorted(self._rows):
             if step < self._newest or newest:
                 yield step, self._rows.pop(step)
@@ -232,29 +220,16 @@ class _Rows:
         self._offsets[path] = offset + complete
         return [*jsonl.parse(data[:complete])]
 
-    def _add(self, line: Mapping[str, Any], posted: Posted) -> int:
-        """Add the numbers of a line that are not posted; returns its step, or 0."""
-        step = line.get("step")
-        if not isinstance(step, int):
-            return 0
-        for name, value in _numbers(line).items():
-            if posted.takes(step, name):
-                self._rows.setdefault(step, {})[name] = value
-        return step
-
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a line by their names at a tracker, NaN and infinity included; none for an
     event that is not posted."""
     kind = line.get("kind")
+    prefix = f"{kind}/" if kind in _POSTED_EVENTS else ""
     if kind == "prediction":
-        line, prefix = summary_numbers(line), ""
-    elif kind in _POSTED_EVENTS:
-        prefix = f"{kind}/"
-    elif kind is not None:
+        line = summary_numbers(line)
+    elif kind is not None and not prefix:
         return {}
-    else:
-        prefix = ""
     numbers = {}
     for key, value in line.items():
         name = key if key.startswith(VALIDATION) else prefix + key
@@ -390,6 +365,8 @@ def _wandb(run: RunDirectory, run_name: str, project: str, run_id: str) -> Track
             tracker.tracker.mark_preempting()
         tracker.tracker.finish(exit_code=exit_code)
         wandb.teardown(exit_code=exit_code)
+        if mode == "offline":
+            tell(f"to upload the run to W&B: wandb sync {quote(str(run.wandb))}")
 
     return TrackerRun(run_id, log, finish, adds_to_rows=False)
 
@@ -411,12 +388,3 @@ def _config(run: RunDirectory) -> dict[str, Any]:
     if run.plan.exists():
         config["plan"] = read_json(run.plan)
     return config
-
-
-def _how_to_upload(run: RunDirectory) -> str | None:
-    """How to upload what W&B wrote offline: each start of a run has its own folder."""
-    parts = list(run.wandb.glob("offline-run-*"))
-    if wandb_mode() != "offline" or not parts:
-        return None
-    what = "the run" if len(parts) == 1 else f"all {len(parts)} starts of the run"
-    return f"to upload {what} to W&B: wandb sync {quote(str(run.wandb))}"
