@@ -14,7 +14,12 @@ from toolkit.launchers import base
 from toolkit.launchers.base import Job, starter
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.slurm import SlurmStarter
-from toolkit.recipe.schema import ClusterSection, LaunchSection, SlurmSection
+from toolkit.recipe.schema import (
+    ClusterSection,
+    ElasticSection,
+    LaunchSection,
+    SlurmSection,
+)
 
 RUN = Path("/runs/a run")
 CPU = ClusterSection(gpus_per_node=2)
@@ -66,6 +71,13 @@ def test_several_machines_are_refused_with_a_way_out():
         PlanError, match=r"nodes is 2\n  fix: (.|\n)*HOST:29400; or cluster\.nodes: 1"
     ):
         LocalStarter().spec(Job(RUN, ClusterSection(nodes=2)))
+
+
+def test_machines_meet_at_the_rendezvous():
+    elastic = ElasticSection(min_nodes=1, max_nodes=4)
+    launch = LaunchSection(rendezvous="node-1:29400", elastic=elastic, max_restarts=3)
+    spec = LocalStarter().spec(Job(RUN, ClusterSection(nodes=2), launch, name="tiny"))
+    assert spec.meeting == base.Meeting("node-1:29400", "tiny", 3, 1, 4, True)
 
 
 def test_threads_are_divided_unless_set(monkeypatch):
@@ -150,3 +162,19 @@ def test_a_batch_script_names_what_it_leaves_to_the_clusters_defaults():
     assert time.endswith("the plan predicts 25.0 hours for the whole run")
     stated = ("--cpus-per-task=64", "--time=24:00:00", "--exclusive", "--mem-per-gpu=100G")
     assert not warned(options=stated)
+
+
+def test_an_elastic_job_of_slurm_outlives_a_node():
+    changing = ElasticSection(min_nodes=1, max_nodes=4)
+    asked = SlurmSection(options=("--partition=gpus", "--time=1:00:00"))
+    launch = LaunchSection(elastic=changing, max_restarts=3, slurm=asked)
+    spec = SlurmStarter().spec(Job(Path("/runs/one"), ClusterSection(nodes=2), launch))
+    (script,) = (text for path, text in spec.files.items() if path.suffix == ".sbatch")
+    assert "#SBATCH --nodes=1-4\n" in script
+    assert "#SBATCH --ntasks" not in script, "Slurm would take a single node"
+    assert script.index("#SBATCH --no-kill\n") < script.index("set -u")
+    assert '--nodes=1 --ntasks=1 --nodelist="$node" \\\n' in script
+    joins = '--launcher local --set launch.rendezvous="$head:$port"'
+    assert f"/runs/one \\\n  {joins} &\n" in script
+    assert f"/runs/one {joins}; echo\n" in script
+    assert "printf ' %q' srun --nodes=1 --partition=gpus --time=1:00:00 " in script

@@ -13,7 +13,7 @@ from toolkit.run.comparison import (
     event_fields,
     summary_numbers,
 )
-from toolkit.run.recorded import valid_event
+from toolkit.run.events import valid_event
 
 ON_GPU = RunMeasurement(step_time_s=2.2, steps=99, memory_gib=66.0, process_gib=None)
 ON_CPU = RunMeasurement(step_time_s=0.11, steps=19, memory_gib=None, process_gib=0.9)

@@ -70,7 +70,7 @@ def test_what_is_not_a_file_of_a_run_is_refused(tmp_path):
     create(tmp_path, recipe())
     for path, said in (
         (run.recipe, "not a recipe"),
-        *((path, "no regular file") for path in (run.events, run.metrics, run.lock, run.stop)),
+        *((path, "no regular file") for path in (run.events, run.metrics, run.lock)),
     ):
         before = path.read_bytes() if path.exists() else None
         path.unlink(missing_ok=True)

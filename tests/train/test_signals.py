@@ -20,9 +20,9 @@ def raise_here(number: signal.Signals) -> None:
 @pytest.mark.parametrize("number", STOP_SIGNALS, ids=lambda number: number.name)
 def test_a_signal_only_sets_the_flag(number):
     with StopRequest() as stop:
-        assert not stop.requested()
+        assert not stop.stop_requested
         raise_here(number)
-        assert stop.requested()
+        assert stop.stop_requested
         assert stop.reason == number.name
 
 
@@ -38,7 +38,7 @@ def test_the_third_interrupt_gets_through():
         raise_here(signal.SIGINT)
         raise_here(signal.SIGTERM)
         raise_here(signal.SIGINT)
-        assert stop.requested()
+        assert stop.stop_requested
         with pytest.raises(KeyboardInterrupt):
             raise_here(signal.SIGINT)
 

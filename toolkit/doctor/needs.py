@@ -59,11 +59,7 @@ def needs_of(recipe: Recipe) -> Needs:
     launcher = LAUNCHERS[recipe.launch.launcher]
     setting = f"launch.launcher: {recipe.launch.launcher}"
     packages = dict.fromkeys((Requirement(name).name for name in launcher.packages), setting)
-    programs = {
-        program.name: (setting, program.install)
-        for program in launcher.programs
-        if not program.use
-    }
+    programs = {name: (setting, how) for name, how in launcher.programs.items()}
     assignment, note = _decided(recipe)
     compiled = assignment.plan.layout.compiles if assignment else None
     run_dir = Path("runs") / recipe.name

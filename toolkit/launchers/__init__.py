@@ -6,19 +6,8 @@ other half, a `Starter` (launchers/base.py), is imported when ranks are started.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from toolkit.registry import Registry
-
-
-class Program(NamedTuple):
-    """A program that `dmt doctor` looks for."""
-
-    name: str
-    install: str
-    """How to get it."""
-    use: str = ""
-    """The setting that needs it; empty if every run does."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +27,10 @@ class Launcher:
     """Whether the ranks have this machine's files, which can then be checked here."""
     renders: bool = False
     """Whether its last file is a job, which `dmt render --to NAME` prints."""
-    example: tuple[str, ...] = ()
-    """What is set for the example of such a job in `launch/`; empty: there is none."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distributions that it needs, as `pip install` takes them, and the module of each."""
-    programs: tuple[Program, ...] = ()
-    """Programs that it needs where `dmt launch` runs, or that its users may need."""
+    programs: Mapping[str, str] = field(default_factory=dict)
+    """Programs that it needs where `dmt launch` runs, and how to get each."""
 
     def supervises(self, nodes: int) -> bool:
         """Whether `dmt launch` writes the run directory of a run on `nodes` machines before the
@@ -64,8 +51,7 @@ SLURM = Launcher(
     here=False,
     elastic=True,
     renders=True,
-    example=("launch.slurm.options=[--time=24:00:00]",),
-    programs=(Program("sbatch", _SLURM_CLIENT), Program("srun", _SLURM_CLIENT)),
+    programs=dict.fromkeys(("sbatch", "srun"), _SLURM_CLIENT),
 )
 
 LAUNCHERS: Registry[Launcher] = Registry(
@@ -73,8 +59,8 @@ LAUNCHERS: Registry[Launcher] = Registry(
     {
         "local": "toolkit.launchers:LOCAL",
         "slurm": "toolkit.launchers:SLURM",
-        "kubernetes": "toolkit.extras.launchers.kubernetes:KUBERNETES",
-        "ray": "toolkit.extras.launchers.ray:RAY",
+        "kubernetes": "toolkit.extras.launchers:KUBERNETES",
+        "ray": "toolkit.extras.launchers:RAY",
     },
 )
 """Every launcher by its name."""

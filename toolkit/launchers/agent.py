@@ -49,7 +49,6 @@ from toolkit.launchers.base import (
 from toolkit.launchers.outcome import (
     USER_CODES,
     failure_reason,
-    given_up,
     newest_step,
     not_retryable,
 )
@@ -58,8 +57,7 @@ from toolkit.launchers.ranks import RankWatch
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import cause_of, events_offset
-from toolkit.run.events import EventLog
-from toolkit.run.recorded import read_events
+from toolkit.run.events import EventLog, read_events
 from toolkit.text.terminal import tell
 
 JOIN_LIMIT_S = 600
@@ -102,7 +100,7 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outco
         return agent.outcome
     except StopRequested:
         # Before its first ranks, nothing was trained.
-        met = agent is not None and agent.has_met
+        met = agent is not None and agent.met
         return stopped_before_restart(newest_step(run)) if met else Outcome(EXIT_RESUMABLE)
     except (OSError, RendezvousError, DistError) as error:
         if not meeting.several:
@@ -176,7 +174,7 @@ class Agent(SimpleElasticAgent):
                 handler,
                 entrypoint=spec.argv[0],
                 max_restarts=meeting.max_restarts,
-                monitor_interval=1e-3,  # `RankWatch.running` waits
+                monitor_interval=1e-3,  # `RankWatch.watch` waits
             )
         )
         self.outcome = Outcome(EXIT_FAILED)
@@ -186,7 +184,7 @@ class Agent(SimpleElasticAgent):
         self._newest = newest_step(self._directory)
         self._watch: RankWatch | None = None
         self._offset = 0
-        self._met: set[Any] = set()
+        self.met: set[Any] = set()
         """The machines of the last meeting."""
         self._failed = False
         """Whether a rank of this machine has failed since."""
@@ -200,11 +198,6 @@ class Agent(SimpleElasticAgent):
         if result is None:
             raise RendezvousClosedError
         return result
-
-    @property
-    def has_met(self) -> bool:
-        """Whether its ranks had their places before."""
-        return bool(self._met)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
         """One for torch's log, without this machine's full name: where no name server answers,
@@ -227,7 +220,7 @@ class Agent(SimpleElasticAgent):
             handler.settings.timeout._set_timeouts(last_call=last_call)
         with self._signals.raising():
             super()._rendezvous(worker_group)
-        self._met, self._failed = set(handler._state_holder.state.participants), False
+        self.met, self._failed = set(handler._state_holder.state.participants), False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start this machine's ranks at their places."""
@@ -269,7 +262,7 @@ class Agent(SimpleElasticAgent):
         """
         if not self._several:
             return False
-        missing = len(self._met - self._meeting.participants.keys())
+        missing = len(self.met - self._meeting.participants.keys())
         return missing > (self._store.add(_LEFT, 0) if missing and self._resizing() else 0)
 
     def _resizing(self) -> bool:
@@ -278,7 +271,7 @@ class Agent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         watch = self._watch
         assert watch is not None
-        if watch.running():
+        if watch.watch():
             if not self._lost_a_machine():
                 return RunResult(WorkerState.HEALTHY)
         elif set(watch.codes()) == {EXIT_DONE} or not self._resizing():
@@ -306,9 +299,13 @@ class Agent(SimpleElasticAgent):
         if ends or not most or not_retryable(events):
             self._remaining_restarts = 0
         elif attempt > most:
-            tell(given_up(most, step, reason))
+            tell(
+                f"error: {most} restarts in a row without a new checkpoint behind step {step}; "
+                f"the last time {reason}"
+            )
         else:
-            pause_s = 0.0 if self._several else pause_before(attempt)
+            longest_s = 0.0 if self._several else LONGEST_PAUSE_S
+            pause_s = min(2.0 ** min(attempt - 1, 10), longest_s)
             wait = "" if self._several else f", in {pause_s:g} s"
             tell(f"restart {attempt} of {most} from step {step}{wait}: {reason}")
             # From `ended_at` on, the time belongs to the restart, including the pause.
@@ -352,8 +349,3 @@ def stopped_before_restart(step: int) -> Outcome:
     saved = f"step {step} is saved\n  fix: start the same command again to resume"
     tell(f"dmt: stopped by a signal before a restart; {saved if step else 'nothing was saved'}")
     return Outcome(EXIT_RESUMABLE if step else EXIT_FAILED)
-
-
-def pause_before(attempt: int) -> float:
-    """Seconds before a restart on one machine."""
-    return min(2.0 ** min(attempt - 1, 10), LONGEST_PAUSE_S)

@@ -8,13 +8,15 @@ import math
 import os
 import shlex
 import socket
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import SystemRandom
-from typing import Any, Protocol
+from shutil import which
+from typing import Protocol
 
-from toolkit.errors import BackendUnavailable, PlanError
+from toolkit.errors import EXIT_DONE, EXIT_FAILED, BackendUnavailable, PlanError
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
@@ -23,6 +25,7 @@ from toolkit.run.directory import RunDirectory, not_writable
 from toolkit.system.atomic import write_atomically
 from toolkit.system.interpreter import safe_path
 from toolkit.text.redact import redact, secret_variable
+from toolkit.text.terminal import tell
 
 RENDEZVOUS_VARIABLES = (
     "RANK",
@@ -248,10 +251,18 @@ def worker_env(job: Job) -> dict[str, str]:
     return env
 
 
-def spec_of(job: Job, argv: tuple[str, ...], **more: Any) -> LaunchSpec:
-    """The specification of a command that starts ranks; `more`: its other fields."""
-    more["env"] = {**worker_env(job), **more.get("env", {})}
-    return LaunchSpec(argv, job.run_dir, grace_s=job.grace_s, **more)
+def submit(launcher: str, spec: LaunchSpec, fix: str) -> Outcome:
+    """Hand a job to a scheduler's program; returns when it is accepted or refused. Raises
+    BackendUnavailable if the launcher's program is not on this machine."""
+    program = spec.argv[0]
+    if which(program) is None:
+        raise BackendUnavailable(
+            f"launch.launcher is {launcher}, but there is no `{program}` here", fix=fix
+        )
+    done = subprocess.run(spec.argv, env=spec.process_env(0), check=False)
+    if done.returncode:
+        tell(f"error: {program} ended with code {done.returncode}; its message is above")
+    return Outcome(EXIT_FAILED if done.returncode else EXIT_DONE)
 
 
 def check_loopback() -> None:

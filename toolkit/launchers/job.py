@@ -3,7 +3,7 @@
 import os
 from importlib import metadata
 
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from toolkit.backend import BACKENDS
 from toolkit.engines import deterministic
@@ -36,11 +36,8 @@ def gpu_variables(recipe: Recipe) -> dict[str, str]:
 
 def _allocator() -> str:
     """The settings of the allocator that the installed torch knows."""
-    try:
-        torch = Version(metadata.version("torch"))
-    except (metadata.PackageNotFoundError, InvalidVersion):
-        return EXPANDABLE
-    return f"{EXPANDABLE},{EXACT_PINNED}" if torch >= _KNOWS_EXACT_PINNED else EXPANDABLE
+    known = Version(metadata.version("torch")) >= _KNOWS_EXACT_PINNED
+    return f"{EXPANDABLE},{EXACT_PINNED}" if known else EXPANDABLE
 
 
 def job_of(assignment: Assignment, settle: bool = False) -> Job:

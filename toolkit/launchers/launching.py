@@ -50,10 +50,6 @@ class Origin:
     started: float = field(default_factory=time.time)
     """When the launch began, in seconds since the epoch."""
 
-    def check(self, recipe: Recipe) -> None:
-        """Raises RecipeError for local files that are missing or cannot be used."""
-        check_local_files(recipe, self.path, self.overrides)
-
 
 def launch_recipe(
     recipe: Recipe,
@@ -93,12 +89,14 @@ def launch_recipe(
         preflight(assignment.recipe, "launch")
     code = EXIT_DONE
     if not dry_run:
-        origin.check(assignment.recipe)
-        _request(changes, assignment)
+        run = RunDirectory(assignment.run_dir)
+        check_local_files(assignment.recipe, origin.path, origin.overrides)
+        if changes:
+            request_changes(run, assignment.recipe, changes, newest_step(run))
         if oversees:
             _prepare(assignment, origin)
         else:  # a scheduler, or the machines together
-            refuse_other_run(RunDirectory(assignment.run_dir), assignment.recipe)
+            refuse_other_run(run, assignment.recipe)
         spec.write_files()
         with StopSignals() as signals:
             code = starter(name).run(spec, signals).exit_code
@@ -111,13 +109,6 @@ def launch_recipe(
             f"{result.run_dir}: the run failed", fix=f"its logs are in {result.run_dir}/logs"
         )
     return result
-
-
-def _request(changes: Sequence[str], assignment: Assignment) -> None:
-    """Record what `--change` names, which lets the run continue with it."""
-    run = RunDirectory(assignment.run_dir)
-    if changes:
-        request_changes(run, assignment.recipe, changes, newest_step(run))
 
 
 def _prepare(assignment: Assignment, origin: Origin) -> None:

@@ -15,7 +15,7 @@ from toolkit.launchers.base import (
     Outcome,
     check_loopback,
     free_port,
-    spec_of,
+    worker_env,
 )
 from toolkit.launchers.process import StopSignals
 
@@ -32,13 +32,14 @@ class LocalStarter:
         """Return one process per rank of this machine; raises PlanError for several machines
         that have no meeting point."""
         ranks = range(job.cluster.gpus_per_node)
-        start = (sys.executable, "-u")
         if job.launch.most_nodes(job.cluster.nodes) > 1:
-            planning = (*DMT, "train", str(job.recipe_file), "--run-dir", str(job.run_dir))
-            return spec_of(
-                job,
-                (*start, *planning),
+            planning = ("train", str(job.recipe_file), "--run-dir", str(job.run_dir))
+            return LaunchSpec(
+                (sys.executable, "-u", *DMT, *planning),
+                job.run_dir,
+                env=worker_env(job),
                 rank_env=tuple({"LOCAL_RANK": str(rank)} for rank in ranks),
+                grace_s=job.grace_s,
                 files={job.recipe_file: job.recipe},
                 meeting=_meeting(job),
             )
@@ -48,11 +49,12 @@ class LocalStarter:
             "WORLD_SIZE": str(len(ranks)),
             "LOCAL_WORLD_SIZE": str(len(ranks)),
         }
-        return spec_of(
-            job,
-            (*start, *job.train),
-            env=rendezvous,
+        return LaunchSpec(
+            (sys.executable, "-u", *job.train),
+            job.run_dir,
+            env={**worker_env(job), **rendezvous},
             rank_env=tuple({"RANK": str(r), "LOCAL_RANK": str(r)} for r in ranks),
+            grace_s=job.grace_s,
             meeting=Meeting(f"{LOOPBACK}:0", job.name, job.launch.max_restarts),
         )
 

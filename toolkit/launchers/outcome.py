@@ -15,7 +15,7 @@ from toolkit.errors import (
 from toolkit.launchers.base import Outcome
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, cause_in, cause_of, hang_of
-from toolkit.run.recorded import read_events
+from toolkit.run.events import read_events
 from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
 
@@ -43,11 +43,6 @@ class RankExit:
         return f"rank {self.rank} was killed by {name}"
 
 
-def failure_code(code: int) -> int:
-    """Map a failed rank's code: user error (2) and missing parts (3) stay, the rest is 4."""
-    return code if code in USER_CODES else EXIT_FAILED
-
-
 def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outcome:
     """Name the failed rank and show the end of its log.
 
@@ -61,7 +56,8 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
     # cause.
     causes.sort(key=lambda rank: rank.code == -SIGABRT)
     failed = causes[0] if causes else _first_failure(events) or seen[0]
-    outcome = Outcome(failure_code(failed.code), failed.describe())
+    code = failed.code if failed.code in USER_CODES else EXIT_FAILED
+    outcome = Outcome(code, failed.describe())
     if failed.rank == 0 and (failed.code in USER_CODES or _told(events, failed)):
         return outcome
     log = RunDirectory(run_dir).rank_log(failed.rank)
@@ -111,14 +107,6 @@ def not_retryable(events: Sequence[Mapping[str, Any]]) -> bool:
     if found:
         tell("not started again: it would not help, the message above says what may")
     return found
-
-
-def given_up(max_restarts: int, step: int, reason: str) -> str:
-    """The message after the last restart."""
-    return (
-        f"error: {max_restarts} restarts in a row without a new checkpoint behind step {step}; "
-        f"the last time {reason}"
-    )
 
 
 def newest_step(run: RunDirectory) -> int:

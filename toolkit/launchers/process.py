@@ -1,5 +1,6 @@
 """Processes that do not outlive their launcher, and signals that are delivered once."""
 
+import ctypes
 import math
 import os
 import signal
@@ -11,7 +12,6 @@ from typing import Any, Self
 
 from toolkit.run.ending import STACKS_SIGNAL
 from toolkit.system.handlers import STOP_SIGNALS, handling
-from toolkit.system.parent import end_with_parent
 
 FAILED_GRACE_S = 5.0
 """Grace period of the other ranks after one failed: they cannot save any more."""
@@ -23,6 +23,8 @@ POLL_S = 0.05
 STOPPING = "stopping: saving first; press Ctrl-C twice more to kill"
 
 _INTERRUPTS_TO_KILL = 3
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 def die_with_parent(number: signal.Signals) -> Callable[[], None]:
@@ -37,7 +39,8 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None]:
         # Other launchers do not handle this signal and would exit at once, and so would a
         # worker before it has set its handler.
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        if not end_with_parent(parent, number):
+        _libc.prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+        if os.getppid() != parent:  # it has ended before
             os._exit(1)
 
     return between_fork_and_exec

@@ -101,7 +101,7 @@ class RankProcesses:
             os.close(descriptor)
 
 
-class RankWatch:
+class RankWatch(RankProcesses):
     """Ranks from their start to the outcome, with the requests to stop them.
 
     A rank that fails ends the others, which have FAILED_GRACE_S then.
@@ -115,59 +115,50 @@ class RankWatch:
         self._deadline = Deadline()
         self._saved = False
         """Whether the ranks that were killed after `launch.grace_s` had saved."""
-        self._processes = RankProcesses(spec, on_terminal=True)
+        super().__init__(spec, on_terminal=True)
 
-    def running(self) -> bool:
-        """Whether a rank runs, after a moment; passes on what was requested meanwhile."""
-        processes, grace_s = self._processes, self._spec.grace_s
-        if not processes.running():
+    def watch(self) -> bool:
+        """Pass on what was requested, and wait for a moment; false when no rank runs."""
+        if not self.running():
             return False
         if self._signals.kill_requested:
-            processes.kill()
+            self.kill()
         if self._deadline.passed:
-            message, code = grace_over(grace_s, self._spec.run_dir, self._offset)
+            message, code = grace_over(self._spec.grace_s, self._spec.run_dir, self._offset)
             if not self._failed:
                 tell(f"error: {message}")
                 self._saved = code == EXIT_RESUMABLE
-            show_stacks(processes.running())
-            processes.kill()
+            show_stacks(self.running())
+            self.kill()
         if self._signals.stop_requested and not self._stopping:
             tell(STOPPING)
             self.stop()
-            self._deadline.start(grace_s)
+            self._deadline.start(self._spec.grace_s)
         self._note_failure()
-        processes.sleep_until_exit()
+        self.sleep_until_exit()
         return True
 
     def stop(self) -> None:
         """Let the ranks save and leave."""
         self._stopping = True
-        self._processes.signal(SIGTERM)
-
-    def codes(self) -> list[int | None]:
-        """See RankProcesses."""
-        return self._processes.codes()
+        self.signal(SIGTERM)
 
     def outcome(self) -> Outcome:
         """How ranks that have all ended did so; a failure is told."""
         if self._saved:
             return Outcome(EXIT_RESUMABLE)
         self._note_failure()
-        self._processes.finish_logs()
+        self.finish_logs()
         codes = self.codes()
         if not self._failed:
             return Outcome(EXIT_DONE if set(codes) == {EXIT_DONE} else EXIT_RESUMABLE)
         seen, ranks = self._failed, self._spec.ranks
-        if not self._processes.killed:  # a large rank may be reaped after those that lost it
+        if not self.killed:  # a large rank may be reaped after those that lost it
             killed = [r for r, code in zip(ranks, codes, strict=True) if code == -SIGKILL]
             seen = [*seen, *(RankExit(rank, -SIGKILL) for rank in killed)]
         if ranks[0] == 0 and codes[0] in USER_CODES and codes[0] == seen[0].code:
             seen = [RankExit(0, codes[0])]  # found by all ranks, reported by this one
         return report_failure(self._spec.run_dir, self._offset, seen)
-
-    def close(self) -> None:
-        """See RankProcesses."""
-        self._processes.close()
 
     def _note_failure(self) -> None:
         """Record the ranks that failed first, and terminate the others."""

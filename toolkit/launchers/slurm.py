@@ -9,9 +9,8 @@ import shlex
 from collections.abc import Iterator, Mapping
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
-from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome
+from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome, submit
 from toolkit.launchers.process import StopSignals
-from toolkit.launchers.submission import submit
 from toolkit.system.interpreter import python
 from toolkit.text.terminal import tell
 

@@ -13,10 +13,11 @@ from toolkit.report.attempts import Event
 from toolkit.report.goodput import Goodput, Metrics, goodput
 from toolkit.report.summary import Ending, RunState, Summary, summarize
 from toolkit.run import jsonl
+from toolkit.run.changes import parse_recipe
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import parse_mapping, parse_recipe, valid_event
-from toolkit.system.untrusted import read_bytes
+from toolkit.run.events import valid_event
+from toolkit.system.untrusted import parse_mapping, read_bytes
 from toolkit.text.units import duration
 
 _TAIL = 1 << 16

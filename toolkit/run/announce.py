@@ -17,7 +17,7 @@ from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import read_events
+from toolkit.run.events import read_events
 from toolkit.run.trackers import trackers_line
 from toolkit.text.terminal import tell
 

@@ -23,7 +23,7 @@ from toolkit.foreign import preflight
 from toolkit.intake.load import load_recipe, placed
 from toolkit.launchers import LAUNCHERS
 from toolkit.models.hub import dataset_commit
-from toolkit.plan.estimate import Estimate, estimate_plan, memory_parts
+from toolkit.plan.estimate import estimate_plan, memory_parts
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import placed_on, plan_recipe
@@ -33,9 +33,8 @@ from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.comparison import Prediction
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import parse_mapping
 from toolkit.system.compilers import missing_for_torch_compile
-from toolkit.system.untrusted import read_bytes, read_json
+from toolkit.system.untrusted import parse_mapping, read_bytes, read_json
 from toolkit.text.terminal import tell
 from toolkit.text.units import GIB
 
@@ -100,23 +99,21 @@ def decide(
         recipe = placed_on(recipe, cluster)
     plan = plan_recipe(recipe, cluster, explained=explained)
     found = estimate_plan(recipe, plan, cluster)
+    memory = found.memory
     return Assignment(
         recipe,
         plan,
         BACKENDS[plan.engine].render(recipe, plan.layout),
         run_dir,
-        predict(found),
-        {"memory_gib": memory_parts(found.memory), "step_time_s": found.time.parts},
+        Prediction(
+            step_time_s=found.time.total_s,
+            memory_gib=memory.allocated / GIB,
+            basis=found.setup.cluster.basis,
+            reserved_gib=memory.reserved / GIB,
+            outside_gib=memory["context"] / GIB,
+        ),
+        {"memory_gib": memory_parts(memory), "step_time_s": found.time.parts},
     )
-
-
-def predict(found: Estimate) -> Prediction:
-    """What a run is compared with."""
-    memory = found.memory
-    sizes = (size / GIB for size in (memory.allocated, memory.reserved, memory["context"]))
-    allocated, reserved, outside = sizes
-    basis = found.setup.cluster.basis
-    return Prediction(found.time.total_s, allocated, basis, reserved, outside)
 
 
 def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
@@ -284,15 +281,12 @@ def _assign_anew(
     if world % per_node:
         per_node = 1  # Machines with unequal numbers: nothing may rely on being on one.
     before = recipe.cluster.world_size
-    assignment = decide(_resized(recipe, world // per_node, per_node), run_dir)
+    there = {"cluster.nodes": world // per_node, "cluster.gpus_per_node": per_node}
+    assignment = decide(recipe.with_values(there), run_dir)
     write(assignment, command)
     tell(f"dmt: {world} ranks instead of {before}: planned again")
     show_plan(assignment.recipe, assignment.plan)
     return assignment
-
-
-def _resized(recipe: Recipe, nodes: int, gpus_per_node: int) -> Recipe:
-    return recipe.with_values({"cluster.nodes": nodes, "cluster.gpus_per_node": gpus_per_node})
 
 
 def check_world(recipe: Recipe, world: int) -> None:

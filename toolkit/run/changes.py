@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from toolkit.errors import RecipeError
+from toolkit.recipe import yaml_text
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import LENGTH_SETTINGS
 from toolkit.removed import without_unset
@@ -35,6 +37,19 @@ ON_REQUEST = (
 its optimizer states as they are."""
 
 _ABSENT = object()
+
+
+def parse_recipe(text: str) -> dict[str, Any]:
+    """The values of a recorded recipe, within the bounds of a user's. Raises ValueError."""
+    try:
+        stated, problems = yaml_text.parse(text, "recipe.yaml")
+    except RecipeError as error:
+        problems = list(error.problems)
+    if problems:
+        raise ValueError(f"line {problems[0].line}: found {problems[0].found}")
+    if not isinstance(stated.data, dict):
+        raise ValueError("not a mapping of names to values")
+    return stated.data
 
 
 def shown(value: object) -> str:

@@ -14,10 +14,9 @@ from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.removed import SETTINGS
 from toolkit.run import jsonl
-from toolkit.run.changes import ON_REQUEST, changes, may_change, shown
+from toolkit.run.changes import ON_REQUEST, changes, may_change, parse_recipe, shown
 from toolkit.run.environment import environment_report
-from toolkit.run.events import EventLog
-from toolkit.run.recorded import parse_recipe, read_events
+from toolkit.run.events import EventLog, read_events
 from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import is_within
@@ -50,8 +49,6 @@ class RunDirectory:
     """The command of each start, quoted for a shell, one per line."""
     lock = _Inside("lock")
     """Locked by rank 0 while the run lasts; names its holder."""
-    stop = _Inside("stop")
-    """When this file appears, all ranks save and stop, as after SIGTERM."""
     environment = _Inside("environment.json")
     """Versions of what the last start ran with."""
     metrics = _Inside("metrics.jsonl")
@@ -141,7 +138,7 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
     A run that ended before training started (e.g. because of a malformed row) may restart with
     a fixed recipe.
     """
-    for file in (run.metrics, run.lock, run.stop):
+    for file in (run.metrics, run.lock):
         if file.exists() and not file.is_file():
             found = f"{file}, which is no regular file"
             raise RecipeError([Problem("--run-dir", found, "the directory of a run", _OTHER)])

@@ -8,7 +8,7 @@ from typing import Any
 
 from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import read_events
+from toolkit.run.events import read_events
 
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal, a training rank writes the stacks of all its threads to its log and
@@ -24,20 +24,14 @@ def grace_over(grace_s: float, run_dir: Path, offset: int) -> tuple[str, int]:
 
     `offset`: see `events_offset`. Only what was not saved fails the run.
     """
-    step = stopped_at(read_events(RunDirectory(run_dir).events, offset))
+    events = read_events(RunDirectory(run_dir).events, offset)
     late = f"within launch.grace_s ({grace_s:g} s) and were killed"
-    if step is None:
-        return f"the ranks did not save and exit {late}", EXIT_FAILED
-    return f"step {step} is saved, but the ranks did not exit {late}", EXIT_RESUMABLE
-
-
-def stopped_at(events: Sequence[Mapping[str, Any]]) -> int | None:
-    """The step that was saved when a run was asked to stop; None if none was."""
     # Written after the save: `signal` by the ranks that were asked, `end` by rank 0.
-    saved = (
-        e for e in events if e.get("kind") == "signal" or e.get("exit_code") == EXIT_RESUMABLE
-    )
-    return next((int(event.get("step") or 0) for event in saved), None)
+    for event in events:
+        if event["kind"] == "signal" or event.get("exit_code") == EXIT_RESUMABLE:
+            step = int(event.get("step") or 0)
+            return f"step {step} is saved, but the ranks did not exit {late}", EXIT_RESUMABLE
+    return f"the ranks did not save and exit {late}", EXIT_FAILED
 
 
 def events_offset(run_dir: Path) -> int:

@@ -24,10 +24,10 @@ from pydantic import TypeAdapter
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.recipe.schema import LoggingSection
 from toolkit.run import jsonl
+from toolkit.run.changes import parse_recipe
 from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import VALIDATION, EventLog
-from toolkit.run.recorded import parse_recipe, read_events
+from toolkit.run.events import VALIDATION, EventLog, read_events
 from toolkit.run.trackers import TRACKERS, wandb_mode, wanted
 from toolkit.system.atomic import write_atomically
 from toolkit.system.install import install

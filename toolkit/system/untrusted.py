@@ -52,6 +52,14 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
     raise _TOO_DEEP
 
 
+def parse_mapping(text: str | bytes) -> dict[str, Any]:
+    """The names and values in JSON text. Raises ValueError for anything else."""
+    value = parse_json(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a mapping of names to values")
+    return value
+
+
 _TOO_DEEP = ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
 
 

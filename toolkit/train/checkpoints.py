@@ -38,8 +38,7 @@ from toolkit.run.assignment import Assignment
 from toolkit.run.changes import changes, may_change, shown
 from toolkit.run.directory import RunDirectory, was_requested
 from toolkit.run.environment import environment_report
-from toolkit.run.events import EventLog
-from toolkit.run.recorded import read_events
+from toolkit.run.events import EventLog, read_events
 from toolkit.text.terminal import tell
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.marks import Mark, Marks

@@ -11,9 +11,8 @@ from toolkit.data.chat.template import ChatTemplate
 from toolkit.models.huggingface import add_end_tokens
 from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import EventLog
+from toolkit.run.events import EventLog, read_events
 from toolkit.run.model_card import CARD, is_generated, write_card
-from toolkit.run.recorded import read_events
 from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import tell
 from toolkit.train.marks import Marks

@@ -334,7 +334,7 @@ class OuterEngine:
         waiting = self._thread.submit(call)
         while True:
             wait([waiting], _MARK_S)
-            waits, stops = self._most([not waiting.done(), self._start.stop.requested()])
+            waits, stops = self._most([not waiting.done(), self._start.stop.stop_requested])
             if not waits:
                 _torchft(waiting.result)
                 return True

@@ -36,8 +36,7 @@ from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.objectives.preference import REFERENCE
 from toolkit.recipe.schema import Recipe
-from toolkit.run.recorded import parse_mapping
-from toolkit.system.untrusted import read_bytes
+from toolkit.system.untrusted import parse_mapping, read_bytes
 from toolkit.train.all_ranks import AllRanks
 from toolkit.train.marks import Marks
 

@@ -23,9 +23,8 @@ from toolkit.models.families import model_spec
 from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.preference import REFERENCE
 from toolkit.run.assignment import elastic_restarts
-from toolkit.run.events import process_age_s
+from toolkit.run.events import process_age_s, read_events
 from toolkit.run.progress import ProgressReport
-from toolkit.run.recorded import read_events
 from toolkit.text.terminal import tell
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints

@@ -40,11 +40,10 @@ class Start:
     ) -> "Start":
         """The start of this rank's part of an assignment."""
         run, launch = RunDirectory(assignment.run_dir), assignment.recipe.launch
-        stop = StopRequest(run.stop if ranks.rank == 0 else None)
         offset = events_offset(run.path)
         marks.watch(run, ranks.world, launch.hang_timeout_s, offset)
         split = BatchSplit(assignment.plan.layout)
-        return cls(assignment, ranks, together, marks, stop, offset, split)
+        return cls(assignment, ranks, together, marks, StopRequest(), offset, split)
 
     @property
     def recipe(self) -> Recipe:

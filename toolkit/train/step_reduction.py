@@ -24,7 +24,7 @@ class StepReduction:
         """Start the reduction of this rank's flag and numbers."""
         self._numbers = numbers
         if dist.is_initialized() and dist.get_world_size() > 1:
-            flag_and_numbers = [self._stop.requested(), *numbers]
+            flag_and_numbers = [self._stop.stop_requested, *numbers]
             sums = torch.tensor(flag_and_numbers, dtype=torch.float64)
             work = dist.all_reduce(sums, group=self._group, async_op=True)
             assert work is not None
@@ -36,7 +36,7 @@ class StepReduction:
         With several ranks, a signal that arrives during a step takes effect after the next one.
         """
         if self._pending is None:
-            return self._stop.requested() or self._stop.agreed, self._numbers
+            return self._stop.stop_requested or self._stop.agreed, self._numbers
         sums, work = self._pending
         work.wait()
         self._pending = None

@@ -6,7 +6,7 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.launchers.hostile import HOSTILE, refused_at_check
-from toolkit.extras.launchers.kubernetes_job import KubernetesStarter
+from toolkit.extras.launchers.kubernetes import KubernetesStarter
 from toolkit.launchers.base import Job
 from toolkit.recipe.schema import ClusterSection, KubernetesSection, LaunchSection
 

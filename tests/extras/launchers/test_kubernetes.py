@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 from tests.processes import ROOT
 from toolkit.cli.check import judge
 from toolkit.errors import BackendUnavailable, PlanError
-from toolkit.extras.launchers.kubernetes_job import KubernetesStarter
+from toolkit.extras.launchers.kubernetes import KubernetesStarter
 from toolkit.launchers.base import Job
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, KubernetesSection, LaunchSection

@@ -117,7 +117,6 @@ def test_sigterm_saves_and_stops(project: Project):
         os.killpg(command.process.pid, signal.SIGTERM)  # it alone is in its group
         ended = command.end()
     assert_saved_and_stopped(ended, run_dir)
-    assert not (run_dir / "stop").exists()
 
 
 def test_a_mistake_is_told_once_and_not_tried_again(own_project: Project):

@@ -14,33 +14,32 @@ from ray.exceptions import RayError
 from tests.launchers.watching import WarmProcess, alive
 from tests.processes import wait_until
 from toolkit.errors import BackendUnavailable
-from toolkit.extras.launchers import ray_driver, ray_job
-from toolkit.extras.launchers.ray_job import agent_log
+from toolkit.extras.launchers import ray as ray_job
+from toolkit.extras.launchers.ray import RayMachine, agent_log
 from toolkit.launchers.base import Job, free_port
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import read_events
+from toolkit.run.events import read_events
 
 _DRIVER = """
-import json, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
-from toolkit.extras.launchers.ray_job import agent_log
+from toolkit.extras.launchers.ray import agent_log
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 run = RunDirectory(Path(json.loads(sys.argv[1])["run_dir"]))
 events = EventLog(run.events)
-def asked():
-    while not run.stop.exists():
-        time.sleep(0.02)
-    run.stop.unlink()
+def when_asked(does):
+    signal.signal(signal.SIGTERM, lambda *_: does())
 {does}
 """
 
 
 def launch(run: Path, does: str, grace_s: float) -> int:
     """Launch a job whose driver does this; returns the exit code."""
-    ray_job._DRIVER = ("-c", _DRIVER.format(does=does))
+    here = "(run.path / 'pid').write_text(str(os.getpid()))\n"
+    ray_job._DRIVER = ("-c", _DRIVER.format(does=f"{does}\n{here}time.sleep(3600)"))
     ray_job._POLL_S, ray_job.ORPHAN_GRACE_S = 0.05, 0.3
     starter, section = ray_job.RayStarter(), LaunchSection(grace_s=grace_s or None)
     spec = starter.spec(Job(run, ClusterSection(), section, recipe="name: tiny"))
@@ -50,44 +49,28 @@ def launch(run: Path, does: str, grace_s: float) -> int:
 
 
 def start(run: Path, does: str, grace_s: float = 0) -> WarmProcess:
-    here = f"Path({str(run / 'pid')!r}).write_text(str(__import__('os').getpid()))\n"
-    process = WarmProcess(run / "said", launch, run, here + does, grace_s)
-    wait_until(lambda: (run / "pid").exists() and (run / "pid").read_text(), "the driver")
-    return process
-
-
-def test_a_stop_while_ray_waits_for_gpus(tmp_path: Path) -> None:
-    process = start(tmp_path, "time.sleep(3600)")
-    driver = int((tmp_path / "pid").read_text())
-    assert os.getsid(driver) == driver != os.getsid(process.pid)
-    process.send_signal(signal.SIGTERM)
-    code, printed = process.end()
-    assert (code, printed.count("no rank trained")) == (75, 1)
-    assert not alive(driver) and not (tmp_path / "stop").exists()
-
-
-def test_a_request_to_stop_outlives_a_restart_of_the_ranks(tmp_path: Path) -> None:
-    does = "for _ in range(2):\n events.write('start'); asked()\nsys.exit(75)"
-    process = start(tmp_path, does)
-    process.send_signal(signal.SIGTERM)
-    assert process.end()[0] == 75
-    assert not (tmp_path / "stop").exists()
+    return WarmProcess(run / "said", launch, run, does, grace_s)
 
 
 @pytest.mark.parametrize(
-    ("does", "grace_s", "code"),
+    ("does", "grace_s", "code", "printed"),
     [
-        ("asked(); time.sleep(1); sys.exit(75)", 0, 75),
-        ("time.sleep(3600)", 1, 4),
-        ("events.write('failure'); time.sleep(3600)", 0, 75),
+        ("", 0, 75, "no rank trained"),  # Ray waits for GPUs
+        ("events.write('start')", 0, 4, "killed by signal 15"),
+        ("when_asked(lambda: (time.sleep(1), os._exit(75)))", 0, 75, ""),
+        ("when_asked(lambda: None)", 0.1, 4, "(0.1 s) and were killed"),
+        ("events.write('signal', step=7); when_asked(lambda: None)", 0.1, 75, "step 7"),
     ],
 )
-def test_a_stop_after_a_start(tmp_path: Path, does: str, grace_s: float, code: int) -> None:
-    """Ranks may save as long as they need; those of a lost machine write no `end`."""
-    process = start(tmp_path, f"events.write('start'); {does}", grace_s)
-    wait_until((tmp_path / "events.jsonl").exists, "the ranks")
+def test_a_stop(tmp_path: Path, does: str, grace_s: float, code: int, printed: str) -> None:
+    process, file = start(tmp_path, does, grace_s), tmp_path / "pid"
+    wait_until(lambda: file.exists() and file.read_text(), "the driver")
+    driver = int(file.read_text())
+    assert os.getsid(driver) == driver != os.getsid(process.pid)
     process.send_signal(signal.SIGTERM)
-    assert process.end()[0] == code
+    ended, said = process.end()
+    assert (ended, said.count(printed or "stopping")) == (code, 1)
+    assert not alive(driver)
 
 
 def test_what_the_agents_print_is_shown_once(tmp_path: Path) -> None:
@@ -99,7 +82,7 @@ def test_what_the_agents_print_is_shown_once(tmp_path: Path) -> None:
 
 
 def test_a_driver_that_is_killed_is_told(tmp_path: Path) -> None:
-    does = "__import__('os').kill(__import__('os').getpid(), 9)"
+    does = "os.kill(os.getpid(), 9)"
     code, printed = start(tmp_path, does).end()
     assert (code, printed) == (4, "error: Ray's driver ended: killed by signal 9\n")
 
@@ -116,18 +99,22 @@ def test_an_agent_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     argv, run = [sys.executable, "-c", does], str(tmp_path)
     config = {"argv": argv, "run_dir": run, "folder": run, "meeting": "h:1", "offset": 0}
     with pytest.raises(RuntimeError, match="killed by signal 9"):
-        ray_driver._agent({**config, "env": {}}, 5)
+        RayMachine({**config, "env": {}}, 5).run()
     printed = agent_log(RunDirectory(tmp_path), 5).read_text()
     assert printed == "launch.rendezvous=h:1 None 3\n"
+    machine = RayMachine({**config, "argv": ["sleep", "3600"], "env": {}}, 5)
+    machine.stop()  # that comes before `dmt launch` is there, or listens
+    assert machine.run() == 75
 
 
 @pytest.mark.parametrize(("restarts", "fewest", "code"), [(1, 2, 4), (2, 2, 75), (1, 1, 75)])
 def test_lost_agents_are_started_again_so_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, fewest: int, code: int
 ) -> None:
-    """Machine 1 is lost twice; then an agent says how the run ended."""
+    """RayMachine 1 is lost twice; then an agent says how the run ended."""
     ends = iter([RayError("node died\nof what"), RayError("again"), 75])
     started: list[int] = []
+    signals = StopSignals()
 
     def get(_: object) -> int:
         if isinstance(end := next(ends), RayError):
@@ -138,20 +125,42 @@ def test_lost_agents_are_started_again_so_often(
     monkeypatch.setattr("ray.get", get)
     run = RunDirectory(tmp_path)
 
-    def start(number: int) -> int:
+    def start(number: int) -> Any:
         started.append(number)
-        return len(started)
+        name = len(started)
+        return SimpleNamespace(run=SimpleNamespace(remote=lambda: name))
 
-    assert ray_driver._run_agents(start, fewest, 2, restarts, run) == code
+    assert ray_job._run_agents(start, fewest, 2, restarts, run, signals) == code
     assert started == [0, 1, *[1] * restarts]
+    events = read_events(run.events)
     found = [
-        event.get("reason" if event["kind"] == "failure" else "message")
-        for event in read_events(run.events)
+        event.get("reason" if event["kind"] == "failure" else "message") for event in events
     ]
     assert found == ["machine 1: node died", "machine 1: again"]
     # Where enough others train on, it is no failure of the run.
-    kinds = {event["kind"] for event in read_events(run.events)}
+    kinds = {event["kind"] for event in events}
     assert kinds == {"warning" if fewest == 1 else "failure"}
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_stop_reaches_every_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: bool
+) -> None:
+    """None is started again then; Ray may have had no room for any."""
+    asked: list[int] = []
+    ready = [["stop"] * placed, ["run"], ["run"]]
+    monkeypatch.setattr("ray.wait", lambda *_, **__: (ready.pop(0), []))
+    monkeypatch.setattr("ray.get", lambda _: 75)
+    signals = StopSignals()
+    signals.stop_requested = True
+
+    def start(number: int) -> Any:
+        stop = SimpleNamespace(remote=lambda: asked.append(number))
+        return SimpleNamespace(run=SimpleNamespace(remote=lambda: "run"), stop=stop)
+
+    run = RunDirectory(tmp_path)
+    assert ray_job._run_agents(start, 2, 2, 1, run, signals) == 75
+    assert asked == [0, 1] and len(ready) == (1 if placed else 2)
 
 
 def test_an_agent_needs_all_its_gpus_on_one_machine(
@@ -164,7 +173,7 @@ def test_an_agent_needs_all_its_gpus_on_one_machine(
     )
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     recipe: Any = SimpleNamespace(cluster=ClusterSection(gpus_per_node=6))
-    assert ray_driver._connected(recipe, "GPU", 2)
+    assert ray_job._connected(recipe, "GPU", 2)
     lacking = "waiting: 2 machine(s) must have 6 GPU(s) each, Ray has 8 at node, 4 at node\n"
     assert capsys.readouterr().err == lacking
 
@@ -175,7 +184,7 @@ def test_an_address_without_ray_is_told_at_once(
     """Ray itself would try for minutes."""
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{free_port()}")
     recipe: Any = SimpleNamespace(cluster=ClusterSection())
-    assert not ray_driver._connected(recipe, "CPU", 1)
+    assert not ray_job._connected(recipe, "CPU", 1)
     assert capsys.readouterr().err.startswith("error: no Ray at RAY_ADDRESS=127.0.0.1:")
 
 
@@ -185,8 +194,8 @@ def test_an_error_of_ray_is_one_line(
     def fails(_: object) -> int:
         raise ValueError("no room\nfor details")
 
-    monkeypatch.setattr(ray_driver, "_train", fails)
-    assert ray_driver.main({}) == 4
+    monkeypatch.setattr(ray_job, "_train", fails)
+    assert ray_job.main({}) == 4
     assert capsys.readouterr().err == "error: Ray: ValueError: no room\n"
 
 
@@ -194,7 +203,7 @@ def test_what_is_missing_is_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    assert ray_driver.main({}) == 3
+    assert ray_job.main({}) == 3
     fix = "pip install 'ray>=2.60'"
     assert capsys.readouterr().err.endswith(f"\n  fix: {fix}\n")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)

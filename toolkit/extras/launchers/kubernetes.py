@@ -1,18 +1,206 @@
-"""What the launcher `kubernetes` needs."""
+"""`kubernetes`: an indexed Job, in whose pods, one per machine, `dmt launch` runs.
 
-from toolkit.launchers import Launcher, Program
+The manifest is data, not text: no part of the recipe is interpreted by a shell. The recipe is
+passed in a ConfigMap, secrets in a Secret that the user created.
+"""
 
-KUBERNETES = Launcher(
-    "kubernetes",
-    "toolkit.extras.launchers.kubernetes_job:KubernetesStarter",
-    here=False,
-    same_files=False,
-    renders=True,
-    example=(
-        "launch.kubernetes.image=registry.example.com/dmt:latest",
-        "launch.kubernetes.volume_claim=training",
-    ),
-    programs=(
-        Program("kubectl", "install it as described in https://kubernetes.io/docs/tasks/tools"),
-    ),
-)
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from io import StringIO
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import LiteralScalarString
+
+from toolkit.errors import EXIT_RESUMABLE, PlanError
+from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, submit
+from toolkit.launchers.outcome import USER_CODES
+from toolkit.launchers.process import StopSignals
+from toolkit.system.interpreter import SAFE
+from toolkit.text.terminal import tell
+
+PORT = 29400
+"""The rendezvous port, on the first pod."""
+MOUNT = "/dmt"
+"""Where the volume is mounted in the containers."""
+CONFIG = PurePosixPath("/etc/dmt")
+"""The recipe's path in the containers."""
+DEFAULT_GRACE_S = 600
+"""Default time that a pod has to save and exit."""
+
+_CONTAINER = "dmt"
+_NVIDIA = "nvidia.com/gpu"
+_LONGEST_NAME = 30
+"""Ours has 11 characters more, and pods an index: a host name may have 63."""
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
+
+Manifest = dict[str, Any]
+
+
+class KubernetesStarter:
+    """`kubectl create`; returns when the job is accepted."""
+
+    def spec(self, job: Job) -> LaunchSpec:
+        """Return the submission, with the manifest as its file; see Starter. Raises PlanError
+        if `launch.kubernetes` lacks a setting, or states a field that DMT sets."""
+        for key in ("image", "volume_claim"):
+            if getattr(job.launch.kubernetes, key) is None:
+                raise PlanError(
+                    f"launch.kubernetes.{key}: nothing, and launcher kubernetes needs it",
+                    fix=f"--set launch.kubernetes.{key}=NAME",
+                )
+        manifest = job.run_dir / "launch" / "job.yaml"
+        yaml, text = YAML(), StringIO()
+        yaml.dump_all([*_documents(job)], text)
+        return LaunchSpec(
+            argv=("kubectl", "create", "-f", str(manifest)),
+            run_dir=job.run_dir,
+            files={manifest: text.getvalue()},
+        )
+
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+        """Submit; raises BackendUnavailable without `kubectl`."""
+        del signals
+        outcome = submit("kubernetes", spec, f"where it is: {shlex.join(spec.argv)}")
+        if outcome.exit_code:
+            again = shlex.join(("kubectl", "delete", *spec.argv[2:]))
+            tell(f"  fix: if the job of an earlier start is in the way: {again}")
+        return outcome
+
+
+def _documents(job: Job) -> Iterator[Manifest]:
+    """The recipe, the names of the pods, and the Job (batch/v1) with one pod per machine."""
+    name, nodes = _name(job), job.cluster.nodes
+    metadata = {"name": name}
+    recipe = LiteralScalarString(_portable(job.recipe))
+    yield {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "data": {"recipe.yaml": recipe},
+    }
+    if nodes > 1:
+        names = {
+            "clusterIP": "None",
+            "selector": {"job-name": name},
+            "publishNotReadyAddresses": True,  # they wait for each other before they are
+        }
+        yield {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": names}
+    spec = {
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        # If the run fails, each of its pods does.
+        "backoffLimit": job.launch.max_restarts * nodes,
+        "podFailurePolicy": {
+            "rules": [_rule("FailJob", *USER_CODES), _rule("Ignore", EXIT_RESUMABLE)]
+        },
+        "template": {"spec": _pod(job, name)},
+    }
+    yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": spec}
+
+
+def _rule(action: str, *codes: int) -> Manifest:
+    """What happens when a pod ends with one of these exit codes; without a rule, it counts."""
+    which = {"containerName": _CONTAINER, "operator": "In", "values": [*codes]}
+    return {"action": action, "onExitCodes": which}
+
+
+def _pod(job: Job, name: str) -> Manifest:
+    settings = job.launch.kubernetes
+    container: Manifest = {
+        "name": _CONTAINER,
+        "image": settings.image,
+        "command": ["python", *SAFE, *DMT, *_arguments(job, name)],
+        "workingDir": MOUNT,
+        "env": [{"name": key, "value": value} for key, value in job.env.items()],
+        "volumeMounts": [
+            {"name": "work", "mountPath": MOUNT},
+            {"name": "recipe", "mountPath": str(CONFIG), "readOnly": True},
+            # NCCL and data loading need more than a container's usual 64 MiB.
+            {"name": "shm", "mountPath": "/dev/shm"},
+        ],
+    }
+    more = dict(settings.pod or {})
+    stated, *sidecars = more.pop("containers", None) or [{}]
+    if job.cluster.gpu != "cpu" and not _names_gpus(stated):
+        gpus = {_NVIDIA: str(job.cluster.gpus_per_node)}
+        container["resources"] = {"limits": gpus}
+    container = _merged(container, stated, "pod.containers")
+    return _merged(
+        {
+            "restartPolicy": "Never",  # another pod, which a policy for failures needs
+            "subdomain": name,
+            "terminationGracePeriodSeconds": int(job.launch.grace_s or DEFAULT_GRACE_S),
+            "containers": [container, *sidecars],
+            "volumes": [
+                {"name": "work", "persistentVolumeClaim": {"claimName": settings.volume_claim}},
+                {"name": "recipe", "configMap": {"name": name}},
+                {"name": "shm", "emptyDir": {"medium": "Memory"}},
+            ],
+        },
+        more,
+        "pod",
+    )
+
+
+def _names_gpus(container: Mapping[Any, Any]) -> bool:
+    """Whether the limits of a stated container have GPUs by another name than ours."""
+    resources = container.get("resources")
+    limits = resources.get("limits") if isinstance(resources, Mapping) else None
+    names = limits if isinstance(limits, Mapping) else ()
+    return any("/gpu" in str(name) and name != _NVIDIA for name in names)
+
+
+def _merged(own: Manifest, more: Mapping[Any, Any], where: str) -> Manifest:
+    """Fields of DMT and of the recipe: maps merged, lists appended.
+
+    Raises PlanError for a field of which both state a different value.
+    """
+    merged = dict(own)
+    for key, value in more.items():
+        ours = own.get(key)
+        if isinstance(ours, dict) and isinstance(value, Mapping):
+            merged[key] = _merged(ours, value, f"{where}.{key}")
+        elif isinstance(ours, list) and isinstance(value, (list, tuple)) and key != "command":
+            merged[key] = [*ours, *value]
+        elif ours in (None, value):
+            merged[key] = value
+        else:
+            raise PlanError(
+                f"launch.kubernetes.{where}.{key}: {value!r}, and DMT sets it to {ours!r}",
+                fix="remove it from the recipe",
+            )
+    return merged
+
+
+def _arguments(job: Job, name: str) -> list[str]:
+    if not _RUN_NAME.fullmatch(job.run_dir.name):
+        raise PlanError(
+            f"the run directory is called {job.run_dir.name!r}; in a container its name needs "
+            "letters, digits, `.`, `_` and `-`",
+            fix="--run-dir runs/NAME",
+        )
+    run_dir = PurePosixPath(MOUNT) / "runs" / job.run_dir.name
+    arguments = ["launch", str(CONFIG / "recipe.yaml"), "--run-dir", str(run_dir)]
+    arguments += ["--launcher", "local"]
+    if job.cluster.nodes > 1:
+        arguments += ["--set", f"launch.rendezvous={name}-0.{name}:{PORT}"]
+    return arguments
+
+
+def _portable(recipe: str) -> str:
+    """The recipe with the paths below this folder relative to the volume."""
+    here = f"{Path.cwd()}/"
+    return recipe if here == "//" else recipe.replace(here, "")
+
+
+def _name(job: Job) -> str:
+    """The recipe's name in Kubernetes' format, with a hash of recipe and run directory, so that
+    no job starts with the ConfigMap of another."""
+    plain = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_LONGEST_NAME].strip("-")
+    which_ = sha256(f"{job.run_dir.name}\n{_portable(job.recipe)}".encode()).hexdigest()
+    return f"dmt-{plain}-{which_[:6]}"

@@ -12,7 +12,7 @@ from toolkit.report.attempts import amount, number
 from toolkit.report.compare import median_speed
 from toolkit.report.goodput import PARTS
 from toolkit.report.record import RunRecord
-from toolkit.run.recorded import parse_recipe
+from toolkit.run.changes import parse_recipe
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import leaves
 from toolkit.text.units import duration, seconds, size

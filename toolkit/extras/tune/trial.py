@@ -27,7 +27,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.report.record import read_lines
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.run.recorded import valid_event
+from toolkit.run.events import valid_event
 
 Ending = Literal["done", "stopped", "interrupted", "out_of_memory", "hung", "failed"]
 """`stopped`: by its caller's decision; `interrupted`: it saved and ended because the caller is
