@@ -42,7 +42,6 @@ from toolkit.launchers.outcome import USER_CODES
 from toolkit.launchers.process import (
     FAILED_GRACE_S,
     ORPHAN_GRACE_S,
-    STOPPING,
     Deadline,
     StopSignals,
     die_with_parent,
@@ -92,7 +91,7 @@ class RayStarter:
             while code is None and not (signals.kill_requested or late.passed):
                 if signals.stop_requested and not stopping:
                     stopping = True
-                    tell(STOPPING)
+                    tell("stopping: asking the machines")
                     driver.terminate()
                     late.start(spec.grace_s + ORPHAN_GRACE_S)
                 with suppress(subprocess.TimeoutExpired):
