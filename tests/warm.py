@@ -28,7 +28,7 @@ from unittest.mock import patch
 import fsspec
 import psutil
 
-from tests.e2e import hooks
+from tests.e2e import hooks, two_hosts
 from tests.forked import PRELOADED, SERVER, take_environment
 from tests.processes import ROOT, wait_until
 
@@ -196,6 +196,8 @@ def _python(
 ) -> None:
     """What a Python that was started with these arguments does."""
     take_environment(env)
+    if host := env.get(two_hosts.HOST):
+        two_hosts.enter(host)
     _read_variables()
     if REGISTER in env:
         me = psutil.Process()

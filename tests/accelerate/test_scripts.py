@@ -13,7 +13,7 @@ from transformers import get_scheduler
 from tests.accelerate.conftest import STEPS
 from tests.accelerate.examples_worker import EXAMPLES, both_examples
 from tests.e2e.conftest import Project
-from tests.e2e.product import curve, dmt, run, settings, tool
+from tests.e2e.product import dmt, run, settings, tool
 from tests.forked import run_ranks
 from tests.processes import HANG_S, ROOT
 from toolkit.accelerate.scripts import (
@@ -74,17 +74,6 @@ def launched(project: Project, script: Path, changes: dict[str, object], *more: 
     run(rendered, project.folder, code=0)
     start = tool("accelerate", "launch", "--config_file", file, script, project.recipe)
     return run([*start, *more, *stated], project.folder, code=0).out
-
-
-@pytest.mark.slow
-def test_the_worker_under_accelerate_launch(
-    finetune: Project, worker_losses: list[float]
-) -> None:
-    """`launch/train.py` has the losses of `dmt launch`."""
-    fsdp = {"parallel.engine": "fsdp", "parallel.zero.stage": 3}
-    launched(finetune, ROOT / "launch" / "train.py", fsdp, "--run-dir", "worker-fsdp2")
-    losses = [loss for loss, _ in curve(finetune.folder / "worker-fsdp2").values()]
-    assert losses == pytest.approx(worker_losses, rel=1e-5)
 
 
 @pytest.mark.slow

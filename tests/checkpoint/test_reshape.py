@@ -1,25 +1,54 @@
 """A checkpoint of any layout continues in any other: the same state to the bit, the same run.
 
 Regressions (resuming on other GPUs or in another layout): DeepSpeed#5405, #2921,
-#7200; Megatron-LM#659, #1517, #7162; ms-swift#8240. The model that a checkpoint is loaded into
-was made from another seed, five layers divide by no pipeline, 101 tokens by no tensor group.
+#7200; Megatron-LM#659, #1517, #7162; ms-swift#8240. Five layers divide by no pipeline,
+101 tokens by no tensor group.
 """
 
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
-from tests.checkpoint.reshaping import around, check, check_exports, write_all
-from tests.engines.cases import BIAS, GLM, LAYERS, MIXTRAL, TOLERANCE, megatron
-from tests.engines.lora_worker import adapter
+from tests.engines.cases import (
+    BIAS,
+    GLM,
+    LAYERS,
+    MIXTRAL,
+    OFFLOAD_TOLERANCE,
+    TOLERANCE,
+    Case,
+    assert_curves,
+    curves,
+    global_batches,
+    loss_of,
+    megatron,
+    new_engine,
+    plain_model,
+    steps,
+    write_state,
+)
 from tests.engines.pairs import GROUPS
-from tests.engines.parity_worker import Case
+from tests.forked import call_ranks, end_groups
 from tests.models.configs import config_of
+from toolkit.checkpoint.export import export
+from toolkit.checkpoint.saved_state import SavedState
+from toolkit.checkpoint.shards import whole_quantity
+from toolkit.checkpoint.store import folder_name
+from toolkit.checkpoint.verify import verify
+from toolkit.engines.distributed import Ranks
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
+"""What PEFT reads."""
 GPT_OSS = config_of("gpt_oss", num_hidden_layers=2)
+ADAPTER = {"rank": 3, "alpha": 5, "targets": "all-linear"}
 
 
 def zero(stage: int, family: dict[str, Any] = LAYERS, **more: Any) -> Case:
@@ -49,11 +78,8 @@ LAYOUTS: dict[str, tuple[int, Case]] = {
     "tp2-cp2": (4, megatron(tensor=2, context=2)),
 }
 """Name → ranks and case."""
-SOME = {
-    name: LAYOUTS[name]
-    for name in ("ddp-2", "zero2-2", "fsdp3-2", "tp2", "pp2-vpp2", "dp2-distributed", "tp2-cp2")
-}
-"""One of each way to cut a state; `test_between_engines` has ZeRO-3."""
+SOME = {name: LAYOUTS[name] for name in ("ddp-2", "fsdp3-2", "pp2-vpp2", "tp2-cp2")}
+"""Ways to cut a state that `test_between_engines` does not have, and FSDP2."""
 MOE: dict[str, tuple[int, Case]] = {
     "ddp-2": (2, Case("ddp", 2, family=MIXTRAL)),
     "zero3-2": (2, Case("deepspeed", 2, stage=3, family=MIXTRAL)),
@@ -104,7 +130,7 @@ FEATURES: dict[str, list[Case]] = {
             megatron(pipeline=2),
             Case("fsdp", 2, stage=3, family=LAYERS),
         ],
-        adapter=adapter(),
+        adapter=ADAPTER,
     ),
     # Columns of B lie apart: ranks have two experts, a half of each, or rows of all.
     "adapters of experts": each(
@@ -114,7 +140,7 @@ FEATURES: dict[str, list[Case]] = {
             megatron(tensor=2, sequence=True),
         ],
         family=MIXTRAL,
-        adapter=adapter(targets=["attention", "experts"], rank=8),
+        adapter=ADAPTER | {"targets": ["attention", "experts"], "rank": 8},
     ),
     # Without them, a run would continue with biases of 0.
     "biases": each([Case("deepspeed", 4, 3), megatron(expert=2)], family=GLM, balance=BIAS),
@@ -150,6 +176,123 @@ WITHOUT: dict[str, dict[str, Any]] = {"fp8": {"kernels": {}}, "dropout": {"famil
 """Changes that turn such a feature off."""
 
 
+SAVED_AT = 2
+END = 4
+
+
+def save_all(ranks: Ranks, folder: Path, cases: Mapping[str, Case]) -> dict[str, Any]:
+    """Train each case a little, save, and go on: what every continuation is compared with."""
+    found = {}
+    for name, case in cases.items():
+        engine, layout = new_engine(case, ranks)
+        steps(engine, layout, ranks, 0, SAVED_AT, case.learning_rate)
+        saved = write_state(case, ranks, engine, SAVED_AT, folder / name)
+        assert ranks.rank or verify(saved).problems == ()
+        found[name] = curves(steps(engine, layout, ranks, SAVED_AT, END, case.learning_rate))
+        engine.close()
+    return found
+
+
+def load_all(
+    ranks: Ranks, folder: Path, cases: Mapping[str, Case], pairs: Sequence[tuple[str, str]]
+) -> dict[tuple[str, str], Any]:
+    """Continue the first layout of each pair in the second, if that is one of the cases."""
+    return {
+        (source, target): _load(ranks, folder, source, target, cases[target])
+        for source, target in pairs
+        if target in cases
+    }
+
+
+def _load(ranks: Ranks, folder: Path, source: str, target: str, case: Case) -> dict[str, Any]:
+    checkpoint = folder / source / folder_name(SAVED_AT)
+    engine, layout = new_engine(case, ranks, checkpoint)
+    again = write_state(case, ranks, engine, SAVED_AT, folder / f"{source}-in-{target}")
+    different = _differences(checkpoint, again) if ranks.rank == 0 else []
+    continued = steps(engine, layout, ranks, SAVED_AT, END, case.learning_rate)
+    engine.close()
+    return {**curves(continued), "different": different}
+
+
+def _differences(one: Path, other: Path) -> list[str]:
+    """Tensors of the state that are not equal to the bit."""
+    a, b = SavedState(one), SavedState(other)
+    if a.shapes != b.shapes:
+        return [f"tensors {sorted(set(a.shapes) ^ set(b.shapes))}"]
+    return [
+        f"{quantity} of {name}"
+        for name, shape in a.shapes.items()
+        for quantity in {*a.quantities(name), *b.quantities(name)}
+        if not torch.equal(
+            a.read(quantity, whole_quantity(quantity, name, shape)),
+            b.read(quantity, whole_quantity(quantity, name, shape)),
+        )
+    ]
+
+
+def write_all(folder: Path, layouts: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint of every layout; how each went on unbroken."""
+    unbroken = {}
+    for world, cases in by_ranks(layouts):
+        unbroken |= call_ranks(save_all, world, folder, cases)[0]
+    return unbroken
+
+
+def check(folder: Path, unbroken: Any, layouts: Any, pairs: list[tuple[str, str]]) -> None:
+    """Continue the first layout of each pair in the second."""
+    for world, cases in by_ranks({target: layouts[target] for _, target in pairs}):
+        found = call_ranks(load_all, world, folder, cases, pairs)[0]
+        for (source, target), result in found.items():
+            name = f"{source} in {target}"
+            assert result["different"] == [], name
+            tolerance = OFFLOAD_TOLERANCE if "offload" in name else TOLERANCE
+            wanted = unbroken[source]
+            assert_curves(result, wanted, tolerance=tolerance, name=name)
+            if source == target:
+                assert all(result[quantity] == wanted[quantity] for quantity in wanted), (
+                    f"{name}: not bitwise the same"
+                )
+
+
+def check_exports(folder: Path, unbroken: Any, layouts: Any) -> None:
+    """transformers alone has the loss of the next step by each checkpoint's export; adapters by
+    PEFT beside their base, and merged."""
+    next_batch = global_batches(SAVED_AT + 1)[-1]
+    for name, (_, case) in layouts.items():
+        wanted = pytest.approx(unbroken[name]["loss"][0], rel=TOLERANCE)
+        for model in exported(folder / name / folder_name(SAVED_AT), case):
+            assert loss_of(model.eval(), next_batch) == wanted, name
+
+
+def exported(checkpoint: Path, case: Case) -> Iterator[Any]:
+    """What transformers, and PEFT, load of a checkpoint's exports."""
+    adapters, whole = checkpoint / "adapters", checkpoint / "exported"
+    export(checkpoint, whole, merged=case.adapter is not None)
+    yield AutoModelForCausalLM.from_pretrained(whole)
+    if case.adapter is not None:
+        export(checkpoint, adapters)
+        yield PeftModel.from_pretrained(plain_model(case), adapters)
+
+
+def by_ranks(layouts: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Each number of ranks with the cases of the layouts that have so many."""
+    for world in sorted({world for world, _ in layouts.values()}):
+        yield world, {name: case for name, (ranks, case) in layouts.items() if ranks == world}
+
+
+def around(layouts: dict[str, Any]) -> list[tuple[str, str]]:
+    """Pairs in which every layout is left once and entered once."""
+    names = random.Random(5).sample(list(layouts), len(layouts))
+    return list(zip(names, [*names[1:], names[0]], strict=True))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_that_wait() -> Iterator[None]:
+    """They leave when other tests come."""
+    yield
+    end_groups()
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -170,10 +313,7 @@ def test_between_engines(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_some_pairs(tmp_path: Path) -> None:
     """`make soak` tries all pairs."""
-    unbroken = [(name, name) for name in ("ddp-2", "fsdp3-2", "pp2-vpp2", "tp2-cp2")]
-    found = write_all(tmp_path, SOME)
-    check(tmp_path, found, SOME, around(SOME) + unbroken)
-    check_exports(tmp_path, found, SOME)
+    check_exports(tmp_path, continued(tmp_path, SOME, around(SOME)), SOME)
 
 
 @pytest.mark.slow
@@ -199,9 +339,7 @@ def continued(folder: Path, layouts: Any, pairs: list[tuple[str, str]]) -> Any:
 @pytest.mark.parametrize("feature", FEATURES)
 def test_some_pairs_of_features(tmp_path: Path, feature: str) -> None:
     layouts = named(feature, FEATURES[feature])
-    found = continued(tmp_path, layouts, around(layouts))
-    if "adapters" not in feature:  # test_lora.py exports those
-        check_exports(tmp_path, found, layouts)
+    check_exports(tmp_path, continued(tmp_path, layouts, around(layouts)), layouts)
 
 
 @pytest.mark.slow
@@ -212,10 +350,10 @@ def test_in_the_same_layout(tmp_path: Path, feature: str) -> None:
     if feature not in WITHOUT:
         return
     plain = named(feature, each(TO_THE_BIT[feature], **WITHOUT[feature]))
-    for name, curves in write_all(tmp_path / "plain", plain).items():
-        assert found[name]["loss"] != pytest.approx(curves["loss"], rel=10 * TOLERANCE), name
+    for name, without in write_all(tmp_path / "plain", plain).items():
+        assert found[name]["loss"] != pytest.approx(without["loss"], rel=10 * TOLERANCE), name
         if feature == "fp8":
-            assert found[name]["loss"] == pytest.approx(curves["loss"], rel=0.02), name
+            assert found[name]["loss"] == pytest.approx(without["loss"], rel=0.02), name
 
 
 @pytest.mark.soak

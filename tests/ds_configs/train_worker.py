@@ -1,4 +1,4 @@
-"""What every rank of the tests does: train presets as a user of the named library would."""
+"""What every rank of the tests does: train presets, and read them, as a user would."""
 
 import os
 import runpy
@@ -10,7 +10,6 @@ from pathlib import Path
 import deepspeed.ops
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 STEPS = 3
@@ -80,50 +79,51 @@ def with_trainer(file: Path) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def with_accelerate(file: Path) -> list[float]:
-    """`deepspeed_config_file: FILE`, bf16, with the optimizer in the script."""
-    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
-
-    accelerator = Accelerator(
-        mixed_precision="bf16",
-        deepspeed_plugin=DeepSpeedPlugin(
-            hf_ds_config=str(file), gradient_accumulation_steps=ACCUMULATION
-        ),
-        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
-    )
-    network = model()
-    optimizer = torch.optim.AdamW(
-        network.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1
-    )
-    loader = DataLoader(samples(), batch_size=MICRO_BATCH)
-    network, optimizer, loader = accelerator.prepare(network, optimizer, loader)
-    losses = []
-    for batch in loader:
-        with accelerator.accumulate(network):
-            loss = network(**batch).loss
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    return [
-        sum(losses[start : start + ACCUMULATION]) / ACCUMULATION
-        for start in range(0, len(losses), ACCUMULATION)
-    ]
-
-
-def losses(library: str, files: Sequence[Path]) -> dict[str, list[float]]:
+def losses(files: Sequence[Path]) -> dict[str, list[float]]:
     """The loss of each step under each preset, by its name."""
     warnings.simplefilter("ignore")
     # DeepSpeed would compile its shared-memory all-reduce first (ds_configs/README.md).
     deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
-    train = {"trainer": with_trainer, "accelerate": with_accelerate}[library]
     result = {}
     for file in files:
-        result[file.stem] = train(file)
+        result[file.stem] = with_trainer(file)
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         PartialState._reset_state()
     return result
+
+
+def filled_by_both(files: Sequence[Path], folder: str) -> dict[str, list[tuple[int, bool]]]:
+    """Stage, and whether weights are quantized, as DeepSpeed reads what the Trainer and what
+    Accelerate make of each file."""
+    from accelerate import DeepSpeedPlugin
+    from deepspeed.runtime.config import DeepSpeedConfig
+    from transformers import TrainingArguments
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    warnings.simplefilter("ignore")
+    arguments = TrainingArguments(output_dir=folder, bf16=True, use_cpu=True, report_to=[])
+    found = {}
+    for file in files:
+        hf = HfTrainerDeepSpeedConfig(str(file))
+        hf.trainer_config_process(arguments)
+        accelerate = DeepSpeedPlugin(hf_ds_config=str(file), gradient_accumulation_steps=1)
+        accelerate.set_mixed_precision("bf16")
+        accelerate.deepspeed_config_process(
+            must_match=False, gradient_clipping=1.0, train_batch_size=4,
+            train_micro_batch_size_per_gpu=4,
+        )  # fmt: skip
+        accelerate.deepspeed_config["steps_per_print"] = 1
+        found[file.stem] = []
+        for config in (hf.config, accelerate.deepspeed_config):
+            left = str(config).replace("nvme_path': 'auto", "")
+            assert "auto" not in left, config
+            read = DeepSpeedConfig(config)
+            assert read.bfloat16_config.enabled and not read.float16_config.enabled
+            assert read.gradient_clipping == 1.0
+            zero = read.zero_config
+            found[file.stem].append((int(zero.stage), bool(zero.zero_quantized_weights)))
+    return found
 
 
 def run_script(script: Path) -> None:

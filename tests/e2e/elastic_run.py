@@ -67,8 +67,7 @@ class ElasticRun:
         """Start it on a host."""
         stated = {**ELASTIC, **changes, "launch.rendezvous": f"{self.meet}:{PORT}"}
         command = self.project.command(self.run_dir.name, stated, "--launcher", "local")
-        on_host = self.hosts.on(host, command)
-        self.commands[host] = Command(on_host, self.project.folder, self.hosts.env)
+        self.commands[host] = Command(command, self.project.folder, self.hosts.env(host))
 
     def reach(self, step: int) -> None:
         """Wait for a step. Fails when the run ends before."""

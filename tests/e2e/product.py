@@ -23,7 +23,8 @@ from tests.warm import REGISTER, THEIR_LAUNCHERS, WarmPython, registered
 
 _MARK = "DMT_TEST_COMMAND"
 _WARM_VARIABLES = re.compile(
-    r"DMT_FAILPOINTS|DMT_TEST_\w+|PYTHONPATH|CFLAGS|CXX|(WANDB|AWS|FSSPEC|HF)_\w+|"
+    r"DMT_FAILPOINTS|DMT_TEST_\w+|PYTHONPATH|PATH|CFLAGS|CXX|(WANDB|AWS|FSSPEC|HF)_\w+|"
+    r"GLOO_SOCKET_IFNAME|OMP_NUM_THREADS|"
     r"\w+_(PASS|PASSWORD|PAT|KEY)"
 )
 """What a warm process may find in its environment: what it reads, or tests/warm.py for it."""

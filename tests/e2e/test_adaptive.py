@@ -4,14 +4,17 @@ loop with torch's ReduceLROnPlateau."""
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from tests.e2e.indexed import Case, sample_numbers, written
-from tests.e2e.layouts import LAYOUTS, outcome
+from tests.e2e.hooks import hooked
+from tests.e2e.layouts import outcome
 from tests.e2e.product import (
+    Ended,
     checkpoints,
     curve,
     dmt,
@@ -23,6 +26,7 @@ from tests.e2e.product import (
 )
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.validation import ValidationHistory
+from toolkit.data.indexed import write_indexed
 
 RECIPE = """
 name: adaptive
@@ -53,6 +57,64 @@ logging: {every_steps: 1}
 STEPS, WARMUP, LENGTH = 40, 3, 16
 SIZES = [4] * 5 + [8] * 5 + [12] * (STEPS - 10)
 pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Case:
+    """A folder with data, model and recipe."""
+
+    folder: Path
+    streams: dict[str, np.ndarray]
+    ends: dict[str, np.ndarray]
+
+    def launch(self, name: str, changes: dict[str, object], code: int | None = 0) -> Ended:
+        argv = dmt("launch", "recipe.yaml", "--run-dir", name, *settings(changes))
+        return run(argv, self.folder, hooked("logged_samples"), code=code)
+
+    def batch(self, numbers: list[int], length: int, name: str) -> tuple[torch.Tensor, ...]:
+        """Inputs and labels of the samples with these numbers, cut out of the documents."""
+        places = np.array(numbers)[:, None] * length + np.arange(length)
+        stream, last = self.streams[name], self.ends[name]
+        labels = np.where(np.isin(places, last), -100, stream[places + 1])
+        return torch.from_numpy(stream[places]), torch.from_numpy(labels)
+
+    def in_torch(self, lr: float, **more: float) -> tuple[PreTrainedModel, torch.optim.AdamW]:
+        """The model as transformers loads it, and torch's AdamW as the recipes set it: no
+        weight decay on vectors."""
+        model = AutoModelForCausalLM.from_pretrained(self.folder / "model", dtype=torch.float32)
+        decayed = [one for one in model.parameters() if one.ndim > 1]
+        others = [one for one in model.parameters() if one.ndim == 1]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(
+            groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, **more
+        )
+        return model, optimizer
+
+
+def sample_numbers(run_dir: Path) -> dict[int, list[int]]:
+    """The samples of each step of a run in one process, as hooks.py logs them."""
+    lines = records(run_dir / "samples" / "rank-0.jsonl")
+    return {line["step"]: line["samples"] for line in lines}
+
+
+def written(folder: Path, recipe: str) -> Case:
+    """A folder with this recipe, indexed data and a model."""
+    (folder / "recipe.yaml").write_text(recipe)
+    chance = np.random.default_rng(3)
+    streams, ends = {}, {}
+    for name, count in {"train": 60, "validation": 9}.items():
+        sizes = chance.integers(5, 90, count)
+        streams[name] = chance.integers(0, 256, sizes.sum())
+        ends[name] = np.cumsum(sizes) - 1
+        documents = np.split(streams[name], ends[name] + 1)[:-1]
+        write_indexed(folder / name, np.uint16, documents)
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return Case(folder, streams, ends)
 
 
 @dataclass
@@ -181,15 +243,3 @@ def test_stopped_at_the_best_step(case: Case, one_process: Path) -> None:
     case.launch("stopped", {})
     assert outcome(folder) == outcome(one_process)
     assert histories(folder) == histories(one_process)
-
-
-PARTS = ("ddp", "zero2", "fsdp3", "megatron-tp2", "megatron-pp2")
-TWO = {"cluster.gpus_per_node": 2, "training.micro_batch_size": 2}
-
-
-def test_each_part_in_another_layout(case: Case, reference: Reference) -> None:
-    """Every engine takes over the history that another one left."""
-    plain = TWO | {"checkpoint.keep_best": "null", "checkpoint.export": "false"}
-    for steps, layout in zip((4, 8, 12, 16, STEPS), PARTS, strict=True):
-        case.launch("parts", plain | LAYOUTS[layout] | {"training.steps": steps})
-    assert_equal(case.folder / "parts", reference)

@@ -16,7 +16,7 @@ from toolkit.engines.distributed import join, leave
 
 pytestmark = pytest.mark.slow
 
-TRIALS = 60
+TRIALS = 24
 SETTINGS = ZERO_2 | {"checkpoint.every_steps": 5}
 DAMAGES = ["bit flip", "truncation", "deletion", "zeroing", "swapped ranks", "swapped steps"]
 

@@ -92,13 +92,6 @@ def test_started_by_their_own_command(
         assert "the recipe takes precedence" in line
 
 
-def test_a_single_process(project: Project, ddp_run: Path):
-    changes = {**STEPS, "cluster.gpus_per_node": 1}
-    argv = tool("python", WORKER, project.recipe, "--run-dir", "single", *settings(changes))
-    run(argv, project.folder, code=0)
-    assert_same_start(project.folder / "single", ddp_run)
-
-
 @pytest.mark.quick
 def test_the_run_directory_is_complete(ddp_run: Path):
     files = {"recipe.yaml", "plan.json", "command.txt", "environment.json"}

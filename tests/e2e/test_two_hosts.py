@@ -32,7 +32,7 @@ def on_both(hosts: TwoHosts, project: Project, name: str, changes: dict) -> list
     """`dmt launch` on each host; both share the disk, as on a cluster."""
     meeting = {"launch.rendezvous": f"{HOSTS[0]}:29400"}
     command = project.command(name, {**changes, **meeting}, "--launcher", "local")
-    return [Command(hosts.on(host, command), project.folder, hosts.env) for host in HOSTS]
+    return [Command(command, project.folder, hosts.env(host)) for host in HOSTS]
 
 
 def test_the_same_losses(hosts: TwoHosts, project: Project, ddp_run: Path) -> None:
@@ -71,8 +71,7 @@ def test_a_stop_on_one_host_saves_on_both(hosts: TwoHosts, project: Project) -> 
     commands = on_both(hosts, project, run_dir.name, changes)
     first = commands[0]
     first.wait_for(lambda: steps_logged(run_dir) > 3, "steps")
-    launcher = next(one for one in first.alive() if "launch" in one.cmdline())
-    launcher.send_signal(signal.SIGTERM)
+    first.process.send_signal(signal.SIGTERM)
     for command in commands:
         command.end(code=75)
     assert checkpoints(run_dir) == [steps_logged(run_dir)]

@@ -1,8 +1,10 @@
 """Hosts on this machine: network namespaces on a switch."""
 
+import ctypes
 import os
+import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
@@ -21,6 +23,8 @@ SWITCH = f"dmt{os.getpid()}-switch"
 WIRE = "dmt0"
 """The interface's name in both hosts: GLOO_SOCKET_IFNAME has one value for all."""
 NEEDS = ("iproute2", ROOT, NAMESPACES)
+HOST = "DMT_TEST_HOST"
+"""Variable with the host that a warm process is on; those that it starts have it, too."""
 
 
 def _env() -> dict[str, str]:
@@ -35,25 +39,22 @@ def _run(*command: str | Path) -> None:
 class TwoHosts:
     """The two `HOSTS`, and the third one."""
 
-    env: Mapping[str, str] = {
-        "GLOO_SOCKET_IFNAME": WIRE,
-        "OMP_NUM_THREADS": "1",  # both hosts have the same cores
-        "PATH": SEARCH_PATH,
-    }
-    """What a user has in the environment on each."""
-
-    def on(self, host: str, command: list[str]) -> list[str]:
-        """The command that runs `command` on a host, which has a name of its own, too."""
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', host]
-        return ["ip", "netns", "exec", host, *named, *command]
+    def env(self, host: str) -> dict[str, str]:
+        """What a user has in the environment on a host."""
+        return {
+            HOST: host,
+            "GLOO_SOCKET_IFNAME": WIRE,
+            "OMP_NUM_THREADS": "1",  # both hosts have the same cores
+            "PATH": SEARCH_PATH,
+        }
 
     def cut(self, host: str) -> None:
         """Take the host's wire away: from now on nothing arrives, and nothing is refused."""
-        _run(*self.on(host, ["ip", "link", "set", WIRE, "down"]))
+        _run("ip", "-n", host, "link", "set", WIRE, "down")
 
     def mend(self, host: str) -> None:
         """Put it back."""
-        _run(*self.on(host, ["ip", "link", "set", WIRE, "up"]))
+        _run("ip", "-n", host, "link", "set", WIRE, "up")
 
     def processes(self, host: str) -> list[psutil.Process]:
         """What runs there."""
@@ -104,8 +105,24 @@ def _wires() -> None:
         _run(*inside, "link", "set", "lo", "up")
 
 
+def enter(host: str) -> None:
+    """Let this process be on a host, as `ip netns exec` does, with a name of its own, too."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    slave, bind, network, mounts, names = 0x84000, 0x1000, 0x40000000, 0x20000, 0x4000000
+    hosts = f"/etc/netns/{host}/hosts".encode()
+    with Path(f"/run/netns/{host}").open() as namespace:
+        failed = (
+            libc.setns(namespace.fileno(), network)
+            or libc.unshare(mounts | names)
+            or libc.mount(b"none", b"/", None, slave, None)
+            or libc.mount(hosts, b"/etc/hosts", None, bind, None)
+        )
+    assert not failed, os.strerror(ctypes.get_errno())
+    socket.sethostname(host)
+
+
 def _names(host: str) -> None:
-    """`ip netns exec` puts the files of /etc/netns/HOST over those of /etc."""
+    """What `enter` puts over /etc/hosts."""
     own = Path("/etc/netns") / host
     own.mkdir(parents=True, exist_ok=True)
     lines = ["127.0.0.1 localhost", *(f"{ADDRESS[name]} {name}" for name in ALL_HOSTS)]

@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
 }  # fmt: skip
 """By name, the number of processes and `parallel`."""
 
-WITH_INDUCTOR = ("ddp", "zero2", "fsdp2")
+WITH_INDUCTOR = ("ddp",)
 FUSED = (
     "torch.nn.functional.scaled_dot_product_attention",
     "toolkit.models.megatron.attention.scaled_dot_product_attention",
@@ -388,9 +388,9 @@ def fused_attention(*_: object, **__: object) -> None:
 
 @contextmanager
 def kernels_of(case: Case) -> Iterator[None]:
-    """Graphs are run by torch's own kernels, but for one layout of each engine: inductor takes
-    ten times as long to make some, whatever the layout. Eager attention asks for no fused
-    kernel, and Muon's matrices are exchanged a few at a time."""
+    """Graphs are run by torch's own kernels, but for one layout: inductor takes ten times as
+    long to make some, whatever the layout. Eager attention asks for no fused kernel, and Muon's
+    matrices are exchanged a few at a time."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(owners, "EXCHANGED_AT_ONCE", 20_000))
         if case.layout not in WITH_INDUCTOR:

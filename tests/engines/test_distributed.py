@@ -1,29 +1,32 @@
 """What every rank does before an engine is built."""
 
-import os
-import subprocess
-import sys
+import resource
 from dataclasses import fields, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import psutil
 import pytest
 import torch
 
+from tests.forked import ForkedRanks, run_ranks
 from toolkit.batch import MicroBatch
-from toolkit.engines.distributed import to_device
+from toolkit.engines.distributed import join, leave, to_device
 from toolkit.errors import DataError
-from toolkit.launchers.base import free_port
+
+
+def joined_with_few_files() -> tuple[int, int]:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    join()
+    leave()
+    return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def test_a_rank_may_open_as_many_files_as_the_machine_allows() -> None:
     """gloo has a socket to every other rank: 1,024 ranks need more than the usual limit."""
-    code = (
-        "import resource as r; _, hard = r.getrlimit(r.RLIMIT_NOFILE)\n"
-        "r.setrlimit(r.RLIMIT_NOFILE, (64, hard))\n"
-        "from toolkit.engines.distributed import join, leave; join(); leave()\n"
-        "assert r.getrlimit(r.RLIMIT_NOFILE) == (hard, hard)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    ((soft, hard),) = run_ranks(joined_with_few_files, 1)
+    assert soft == hard
 
 
 def test_every_tensor_of_a_batch_is_moved() -> None:
@@ -50,34 +53,28 @@ def test_positions_that_disagree_with_segments_are_refused(positions: list[int] 
         to_device(wrong, torch.device("cpu"))
 
 
+def listening() -> set[str]:
+    join()
+    found = psutil.Process().net_connections("tcp")
+    leave()
+    return {one.laddr.ip for one in found if one.status == "LISTEN"}
+
+
 def test_the_store_of_local_ranks_listens_on_loopback_only() -> None:
     """PyTorch's own listens at every address of the machine, for anybody."""
-    place = {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-    }
-    code = (
-        "import psutil; from toolkit.engines.distributed import join, leave; join()\n"
-        "found = psutil.Process().net_connections('tcp')\n"
-        "print(*{one.laddr.ip for one in found if one.status == 'LISTEN'}); leave()"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, **place, "MASTER_PORT": str(free_port())},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "127.0.0.1"
+    assert run_ranks(listening, 1) == [{"127.0.0.1"}]
 
 
-def test_an_ended_process_leaves_no_temporary_folder() -> None:
-    code = (
-        "import tempfile; made = tempfile.TemporaryDirectory(); print(made.name)\n"
-        "from toolkit.engines.distributed import end_process; end_process(0)"
-    )
-    made = subprocess.check_output([sys.executable, "-c", code], text=True).strip()
-    assert made and not Path(made).exists()
+def temporary() -> int:
+    global kept  # or it would be gone before the process ends
+    kept = TemporaryDirectory()
+    print(kept.name)
+    return 0
+
+
+def test_an_ended_process_leaves_no_temporary_folder(tmp_path: Path) -> None:
+    """Forked ranks end as those of the product do."""
+    ranks = ForkedRanks(temporary, (), 1, tmp_path)
+    assert ranks.end() == [0]
+    *_, folder = ranks.printed().split()
+    assert folder and not Path(folder).exists()

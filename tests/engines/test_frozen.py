@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.engines.cases import LAYERS, megatron
-from tests.engines.parity_worker import (
-    SEED,
+from tests.engines.cases import (
+    LAYERS,
     Case,
     each_case,
+    megatron,
     new_engine,
     plain_model,
     steps,
@@ -73,7 +73,7 @@ OFFLOADED = [
 
 def look(folder: str, case: Case, ranks: Ranks) -> dict[str, Any]:
     """Train; what is held for the parameters of this rank."""
-    engine, layout = new_engine(case, ranks, SEED)
+    engine, layout = new_engine(case, ranks)
     steps(engine, layout, ranks, 0, STEPS)
     parameters = list(parameters_of(engine))
     trained = sum(numel_of(p) for p in parameters if p.requires_grad)

@@ -1,20 +1,33 @@
 """Documents of one row are as if each were alone. Every engine that is built for such data
 looks by itself whether one sees another."""
 
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+from transformers import AutoConfig
 
-from tests.engines.isolation_worker import RECURRENT, context_refusals, refusal, train
-from tests.engines.pairs import BASE, DENSE
-from tests.engines.parity_worker import LENGTH, Case
+from tests.engines.pairs import BASE, DENSE, Case, recipe_of, recorded
 from tests.forked import call_ranks, run_ranks
 from tests.models.small import FAMILIES
-from toolkit.engines.distributed import join, leave
+from toolkit.engines.build import build_engine
+from toolkit.engines.distributed import Ranks, join, leave
+from toolkit.engines.setup import EngineSetup
+from toolkit.errors import PlanError
+from toolkit.models import huggingface as hf
+from toolkit.models.context import Context
 from toolkit.models.families import attention, unsupported
+from toolkit.models.weights import RandomWeights
+from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.comparison import TOLERANCE, Record, compare
 from toolkit.rehearse.reference import plain_run
+from toolkit.rehearse.worker import small_run
+from toolkit.run.assignment import decide
 
 WINDOWED = DENSE | {
     "model_type": "mistral", "sliding_window": 3, "tie_word_embeddings": False,
@@ -35,7 +48,7 @@ def packed(
         | {
             "model": {"config": config},
             "data": BASE["data"] | {"isolate_documents": True},
-            "training": BASE["training"] | {"steps": 3},
+            "training": BASE["training"] | {"steps": 2},
             "kernels": {"attention": attention},
             "parallel": parallel,
             "cluster": {"gpus_per_node": world, "gpu": "cpu"},
@@ -61,7 +74,7 @@ def _of_family(model_type: str) -> list[Recipe]:
     if model_type in ("qwen2", "qwen2_moe"):  # transformers' qwen2_moe has it in its mask only
         config |= {"sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}
     if model_type == "llama4_text":  # queries grow with their place in the row
-        config["floor_scale"] = LENGTH + 1
+        config["floor_scale"] = BASE["training"]["sequence_length"] + 1
     engines = ["ddp", *([] if unsupported(config) else ["megatron"])]
     if model_type == "gpt_oss":  # transformers' own is refused, see below
         # All experts: two of equal score would be chosen by the last digit.
@@ -75,14 +88,23 @@ def _of_family(model_type: str) -> list[Recipe]:
     ]
 
 
+def train(ranks: Ranks, recipes: Sequence[Recipe]) -> list[Record]:
+    """Each engine looks for leaks by itself before it trains."""
+    return [recorded(small_run(decide(one, None), ranks)) for one in recipes]
+
+
 def assert_equal_to_documents_alone(recipes: list[Recipe], world: int) -> None:
     """To transformers, each document in a forward pass of its own."""
     records = call_ranks(train, world, recipes)[0]
     for recipe, record in zip(recipes, records, strict=True):
-        assert recipe.model.config is not None
-        losses, norms = zip(*plain_run(packed(recipe.model.config, engine="ddp")), strict=True)
-        found = compare(record, Record(losses, norms), TOLERANCE)
+        found = compare(record, _alone(json.dumps(recipe.model.config)), TOLERANCE)
         assert found.verdict in ("exact", "within"), (recipe.model.config, found.first)
+
+
+@cache
+def _alone(config: str) -> Record:
+    losses, norms = zip(*plain_run(packed(json.loads(config), engine="ddp")), strict=True)
+    return Record(losses, norms)
 
 
 @pytest.mark.slow
@@ -103,10 +125,49 @@ def test_masks_without_positions_are_refused() -> None:
         call_ranks(train, 1, [packed(config, 1, engine="ddp")])
 
 
+RECURRENT: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    },
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+}  # fmt: skip
+"""Models in which something runs along the row besides attention: a state, a convolution."""
+
+
+def context_refusals(ranks: Ranks) -> dict[str, str]:
+    """What context parallel is refused with, by type: also where positions are lost."""
+    spread = recipe_of(Case("ddp-cp2"))
+    assert spread is not None
+    found = {one: refusal(one, ranks, spread) for one in ("qwen3", *RECURRENT, "bloom")}
+    part = Context.part
+    with patch.object(Context, "part", lambda *rows: replace(part(*rows), positions=None)):
+        return found | {"llama": refusal("llama", ranks, spread)}
+
+
+def refusal(model_type: str, ranks: Ranks, wanted: Recipe) -> str:
+    """What building an engine of this type for the recipe is refused with."""
+    small = {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": DENSE["vocab_size"],
+        "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
+    config = AutoConfig.for_model(model_type, **small, **RECURRENT.get(model_type, {}))
+    config._experts_implementation = "eager"
+    plan, weights = plan_recipe(wanted), RandomWeights(hf.meta_model(config), seed=1)
+    setup = EngineSetup.of(wanted, plan, {}, ranks, config, weights)
+    try:
+        build_engine("ddp", setup).close()
+    except PlanError as error:
+        return str(error)
+    return "accepted"
+
+
 def _refusals() -> dict[str, str]:
-    ranks = join()
-    case = Case("ddp", 2, isolated=True)
-    found = {model_type: refusal(model_type, ranks, case) for model_type in RECURRENT}
+    ranks, wanted = join(), packed(DENSE, 1, engine="ddp")
+    found = {model_type: refusal(model_type, ranks, wanted) for model_type in RECURRENT}
     leave()
     return found
 

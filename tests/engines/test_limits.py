@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.engines.cases import MIXTRAL, megatron
-from tests.engines.parity_worker import SEED, Case, alone, first_batch, new_engine
+from tests.engines.cases import MIXTRAL, Case, alone, first_batch, megatron, new_engine
 from tests.forked import run_ranks
 from tests.processes import HANG_S
 from toolkit.engines.distributed import Ranks, join, limit_collectives
@@ -34,7 +33,7 @@ def limits(case: Case, ranks: Ranks) -> dict[str, Any]:
     limit is set, and of the group that is left out; megatron-core's models that are left when
     the engine is closed after a step."""
     patient = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-    engine, layout = new_engine(case, ranks, SEED)
+    engine, layout = new_engine(case, ranks)
     limit_collectives(timedelta(hours=2), but=patient)
     found = {group: _limit_s(group) for group in distributed_c10d._world.pg_map}
     result = {"patient": found.pop(patient), "others": list(found.values())}

@@ -85,13 +85,6 @@ def test_two_processes(layouts: list[str]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layouts", TWO.values(), ids=TWO)
-def test_other_pairs(layouts: list[str]) -> None:
-    """The features meet the layouts from the last to the first."""
-    check(covering_array(layouts[::-1]))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "some",
     # Quick, too: on two processes, no two ranks hold the same experts, or the same shard.
@@ -110,10 +103,13 @@ def test_eager_attention_to_joined_documents() -> None:
 
 @pytest.mark.slow
 def test_frozen_weights_in_16_bits() -> None:
-    """Held in these 16 bits alone, without an fp32 master."""
-    part = ("model", "untied"), ("frozen", "bottom")
+    """Held in these 16 bits alone, without an fp32 master, with adapters and without."""
     some = ("ddp", "zero1", "fsdp3", "megatron-dp2-distopt", "megatron-pp2")
-    check([Case(layout, part, "bf16") for layout in some])
+    untied = ("model", "untied")
+    cases = [Case(layout, (untied, ("frozen", "bottom")), "bf16") for layout in some]
+    cases += [Case(layout, (untied, ("adapter", "all")), "bf16") for layout in some]
+    experts = ("model", "mixtral"), ("adapter", "experts")
+    check([*cases, Case("megatron-ep2-distopt", experts, "bf16")])
 
 
 def test_every_feature_is_legal_somewhere() -> None:

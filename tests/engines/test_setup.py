@@ -1,16 +1,21 @@
-"""What an engine is built from: the planned model, and what must be set beforehand."""
+"""What an engine is built from: the planned model, what must be set beforehand, and what
+megatron-core is given."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.parity_worker import CONFIG, Case, recipe
+from tests.engines.cases import CONFIG, Case, recipe
 from toolkit.backend import BACKENDS
 from toolkit.engines.megatron.config import loaded_model
 from toolkit.errors import PlanError
+from toolkit.intake.load import load_recipe
+from toolkit.plan.estimate import estimate_plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ModelSection
+from toolkit.run.assignment import decide
 
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
 
@@ -46,3 +51,18 @@ def test_what_a_recipe_leaves_out_of_a_checkpoint_is_not_lost(
     assert loaded_model(section, CONFIG).gpt["vocab_size"] == CONFIG["vocab_size"]
     with pytest.raises(PlanError, match=told):
         loaded_model(section, CONFIG | checkpoint)
+
+
+@pytest.mark.parametrize("gpu", ["cpu", "h100-80gb"])
+def test_what_was_sent_is_freed_on_gpus(gpu: str) -> None:
+    """Also where messages overlap, which gloo cannot; the planner knows."""
+    parallel = "engine=megatron", "pipeline=2", "virtual_pipeline=2"
+    settings = [f"cluster.gpu={gpu}", "cluster.gpus_per_node=2"]
+    overrides = [*settings, *(f"parallel.{one}" for one in parallel)]
+    file = Path(__file__).parents[2] / "recipes/tiny/llama-bytes.yaml"
+    assignment = decide(load_recipe(file, overrides), None)
+    messages = assignment.engine_config["transformer"]
+    assert messages["overlap_p2p_comm"] and not messages["batch_p2p_sync"]
+    assert messages["deallocate_pipeline_outputs"] is (gpu != "cpu")
+    workload = estimate_plan(assignment.recipe, assignment.plan).setup.workload
+    assert workload.keeps_sent is (gpu == "cpu")

@@ -2,8 +2,8 @@
 
     python -m tests.models.every_type [--context] [TYPE …]
 
-Three steps in ddp × 1, ZeRO-3 × 2 and fsdp × 2 against a plain loop over transformers' model
-with torch's AdamW. Without TYPE: all types, and docs/how-it-is-tested.md is written.
+Three steps in ddp × 1, ZeRO-3 × 2 and fsdp × 2 against transformers and torch
+alone. Without TYPE: all types, and docs/how-it-is-tested.md is written.
 With `--context`, instead, in ddp with rows that are spread over two ranks, and types.json.
 """
 
@@ -19,8 +19,7 @@ from unittest.mock import patch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests import processes
-from tests.engines.cases import TOLERANCE, run
-from tests.engines.parity_worker import VOCABULARY, Case, plain_loop, reference_model, train
+from tests.engines.cases import TOLERANCE, VOCABULARY, Case, reference, run, train
 from tests.forked import call_ranks, run_ranks
 from toolkit.engines.distributed import Ranks
 from toolkit.models.judge import known_keys, model_types
@@ -128,8 +127,8 @@ def tiny(model_type: str) -> dict[str, Any]:
 
 
 def plain(config: dict[str, Any]) -> dict[str, list[float]]:
-    """The plain loop, in a process of its own."""
-    return plain_loop(*reference_model(Case("ddp", 8, family=config)), steps=STEPS)
+    """The plain run, in a process of its own."""
+    return reference(Case("ddp", 8, steps=STEPS, family=config))
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,13 @@
 """`kernels.fp8`: in every layout the run of transformers with torchao in one process."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
-from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 from torchao.float8.float8_linear import Float8Linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests.engines.cases import TOLERANCE, assert_curves, run
-from tests.engines.parity_worker import Case, plain_loop, reference_model
+from tests.engines.cases import TOLERANCE, Case, assert_curves, reference, run
 from toolkit.errors import PlanError
 from toolkit.models import huggingface as hf
 from toolkit.models.fp8 import convert
@@ -26,17 +23,6 @@ SELDOM = [
 ]
 
 
-@cache
-def reference() -> dict[str, list[float]]:
-    """torchao in a plain loop."""
-    model, optimizer = reference_model(Case("ddp", 1))
-    config = replace(Float8LinearConfig.from_recipe_name("rowwise"), emulate=True)
-    convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda _, name: name.startswith("model.layers.")
-    )
-    return plain_loop(model, optimizer, STEPS)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("layouts", [CASES, pytest.param(SELDOM, marks=pytest.mark.soak)])
 def test_every_layout(layouts: list[Case]) -> None:
@@ -46,9 +32,9 @@ def test_every_layout(layouts: list[Case]) -> None:
     ]
     results = run(cases, 2)
     for case in cases:
-        assert_curves(results[case.name], reference(), name=case.name)
-    plain = plain_loop(*reference_model(Case("ddp", 1)), STEPS)
-    assert reference()["loss"] != pytest.approx(plain["loss"], rel=TOLERANCE)
+        assert_curves(results[case.name], reference(case), name=str(case))
+    plain = reference(replace(cases[0], kernels={}))
+    assert reference(cases[0])["loss"] != pytest.approx(plain["loss"], rel=TOLERANCE)
 
 
 def test_what_is_converted() -> None:

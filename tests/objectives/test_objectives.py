@@ -1,6 +1,6 @@
 """orpo by TRL's own function; what no split of a batch may change. All losses by a second
 definition are in tests/rehearse/test_losses.py, sft and dpo by TRL's trainers in
-tests/engines/test_post_training.py."""
+test_trl.py."""
 
 import math
 from dataclasses import replace

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.engines.parity_worker import Case, recipe
+from tests.engines.cases import Case, recipe
 from toolkit.intake.checks import broken_rules
 from toolkit.objectives.preference import Dpo, Orpo
 from toolkit.recipe.schema import Recipe

@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from tests.engines.cases import MIXTRAL
-from tests.engines.parity_worker import Case, recipe
+from tests.engines.cases import MIXTRAL, Case, recipe
 from tests.rehearse.warm_gpu import fork
 from toolkit.rehearse.gpu.account import Account
 from toolkit.run.assignment import decide

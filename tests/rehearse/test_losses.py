@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engines.parity_worker import Case, recipe
+from tests.engines.cases import Case, recipe
 from toolkit.batch import MicroBatch
 from toolkit.models.log_probs import label_log_probs
 from toolkit.objectives.preference import REFERENCE

@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.engines.parity_worker import (
-    SEED,
+from tests.engines.cases import (
     Case,
     first_batch,
     new_engine,
@@ -18,7 +17,7 @@ from toolkit.train.replica_check import ReplicaCheck
 
 def compare(case: Case, ranks: Ranks, flipped: int) -> dict[str, Any]:
     """What the check says of equal replicas, and which error it raises for unequal ones."""
-    engine, layout = new_engine(case, ranks, SEED)
+    engine, layout = new_engine(case, ranks)
     batches, count = first_batch(ranks, layout)
     engine.train_step(batches, count, 1e-3)
     check = ReplicaCheck(engine, layout, agreed_step=0, distrust=str)

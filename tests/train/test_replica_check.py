@@ -8,8 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engines.cases import MIXTRAL, megatron
-from tests.engines.parity_worker import Case
+from tests.engines.cases import MIXTRAL, Case, megatron
 from tests.forked import run_ranks
 from tests.train.replica_worker import compare_all
 from toolkit.train import replica_check
