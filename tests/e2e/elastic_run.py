@@ -1,5 +1,6 @@
 """An elastic run on hosts of tests/e2e/two_hosts.py."""
 
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -106,6 +107,14 @@ class ElasticRun:
             remote.endswith(f":{PORT:04X}") and state == "01"
             for _, _, remote, state, *_ in lines
         )
+
+    def is_to_save(self, host: str) -> bool:
+        """Whether the rank of a host, which is paused, has a signal to save waiting."""
+        (rank,) = self.commands[host].ranks().values()
+        (pending,) = [
+            line for line in _lines(Path(f"/proc/{rank.pid}/status")) if "ShdPnd" in line
+        ]
+        return bool(int(pending.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
     def end(self, host: str) -> Ended:
         """Wait for the end there."""
