@@ -25,7 +25,7 @@ QUOTED = json.dumps(EVIL.replace("\udcff", ""))
 
 OWN_WORDS = {"cli/main.py", "text/generated.py"}
 """May print past the boundary: a version, names of our own files."""
-TERMINALS_ONLY = {"cli/output.py", "data/progress.py", "train/marks.py", "run/progress.py"}
+TERMINALS_ONLY = {"cli/output.py", "data/progress.py", "train/watchdog.py", "run/progress.py"}
 """May use rich's own console: for bars that show nothing but numbers and our words."""
 
 

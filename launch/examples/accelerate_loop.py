@@ -23,8 +23,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import toolkit.accelerate
+from toolkit.engines.adamw import parameter_groups, set_learning_rate
 from toolkit.engines.distributed import end_process
-from toolkit.engines.optimizer import parameter_groups, set_learning_rate
 from toolkit.errors import DmtError, PlanError
 from toolkit.intake.load import load_recipe
 from toolkit.models.huggingface import build_config, snapshot_folder, tensors_of

@@ -12,7 +12,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.run.directory import RunDirectory
 from toolkit.run.model_card import write_card
 from toolkit.train.exporting import export_last
-from toolkit.train.marks import Marks
+from toolkit.train.watchdog import Marks
 
 Captured = pytest.CaptureFixture[str]
 

@@ -17,7 +17,7 @@ from tests.e2e.product import (
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.run.directory import RunDirectory
 from toolkit.train.exporting import export_last
-from toolkit.train.marks import Marks
+from toolkit.train.watchdog import Marks
 
 pytestmark = pytest.mark.slow
 

@@ -15,7 +15,7 @@ from tests.engines.cases import MIXTRAL, Case, alone, first_batch, megatron, new
 from tests.forked import run_ranks
 from tests.processes import HANG_S
 from toolkit.engines.distributed import Ranks, join, limit_collectives
-from toolkit.train.marks import collective_limit
+from toolkit.train.watchdog import collective_limit
 
 CASES = [
     Case("ddp", 2),

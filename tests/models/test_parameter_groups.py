@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from tests.plan.making import TINY, intent, recipe
-from toolkit.engines.optimizer import parameter_groups
+from toolkit.engines.adamw import parameter_groups
 from toolkit.errors import RecipeError
 from toolkit.models.adapters.lora import trained_tensors
 from toolkit.models.parameter_groups import (

@@ -13,8 +13,8 @@ from toolkit.checkpoint.shards import whole_block
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.recipe.schema import ModelSection
-from toolkit.train import marks as module
-from toolkit.train.marks import BUILDING, CountedWeights, Marks
+from toolkit.train import watchdog as module
+from toolkit.train.watchdog import BUILDING, CountedWeights, Marks
 
 CURSOR = re.compile(r"\x1b\[\?25([hl])")
 

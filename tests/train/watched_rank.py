@@ -19,8 +19,8 @@ from pathlib import Path
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
-from toolkit.train import marks as module
-from toolkit.train.marks import WAITING, Marks
+from toolkit.train import watchdog as module
+from toolkit.train.watchdog import WAITING, Marks
 
 run, limit_s = RunDirectory(Path(sys.argv[1])), float(sys.argv[2])
 behaviour, _, chosen = sys.argv[3].partition("@")

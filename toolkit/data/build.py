@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.data.blend import BlendOrder, JoinedSamples, Stage, exact
 from toolkit.data.chat.report import ChatReport
-from toolkit.data.chat.tokens import StoredChats, prepare_chats
+from toolkit.data.chat.stored import StoredChats, prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.indexed import write_indexed
 from toolkit.data.interleave import Interleaving

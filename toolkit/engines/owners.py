@@ -29,7 +29,7 @@ from toolkit.checkpoint.shards import (
     whole_block,
     with_offsets,
 )
-from toolkit.engines import optimizer as adam
+from toolkit.engines import adamw as adam
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.families.tensors import Block
 from toolkit.optimizers.base import EXCHANGED_AT_ONCE, WholeTensors

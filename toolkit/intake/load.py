@@ -11,7 +11,7 @@ from toolkit.intake.checks import broken_rules
 from toolkit.intake.layers import read_layers
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
-from toolkit.recipe.explain import MAX_PROBLEMS, explain
+from toolkit.recipe.mistakes import MAX_PROBLEMS, explain
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_text import WHOLE_FILE, Stated, parts_of
 from toolkit.text.redact import redact, redactor

@@ -130,7 +130,7 @@ ADAMW = OptimizerKind(
     aliases=("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "fusedadam"),
     elsewhere={"deepspeed.json": "AdamW", "TrainingArguments": "adamw_torch"},
 )
-"""`optimizer.name: adamw`: every engine has its own (`engines/optimizer.py`)."""
+"""`optimizer.name: adamw`: every engine has its own (`engines/adamw.py`)."""
 
 OPTIMIZERS: Registry[OptimizerKind] = Registry(
     "dmt.optimizers",

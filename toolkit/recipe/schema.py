@@ -2,7 +2,8 @@
 
 Each section is one small class; the docstring under a field is its documentation
 (`docs/recipe.md` is generated from it). Types and ranges live here, rules that join
-two settings in `intake/checks.py`, file reading and error texts in `intake/load.py`.
+two settings in `intake/checks.py`, file reading in `intake/load.py`, error texts in
+`recipe/mistakes.py`.
 """
 
 import math

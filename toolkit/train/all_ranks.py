@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from toolkit.engines.distributed import Ranks
 from toolkit.errors import EXIT_DONE, EXIT_FAILED, DmtError
-from toolkit.train.marks import WAITING, Mark
+from toolkit.train.watchdog import WAITING, Mark
 
 Result = TypeVar("Result")
 

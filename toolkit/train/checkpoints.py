@@ -41,9 +41,9 @@ from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog, read_events
 from toolkit.text.terminal import tell
 from toolkit.train.all_ranks import PeerFailed
-from toolkit.train.marks import Mark, Marks
 from toolkit.train.progress import Progress
 from toolkit.train.schedule import learning_rate
+from toolkit.train.watchdog import Mark, Marks
 
 _Shapes = Mapping[str, tuple[int, ...]]
 GB = 1e9

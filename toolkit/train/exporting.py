@@ -15,7 +15,7 @@ from toolkit.run.events import EventLog, read_events
 from toolkit.run.model_card import CARD, is_generated, write_card
 from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import tell
-from toolkit.train.marks import Marks
+from toolkit.train.watchdog import Marks
 
 
 def export_last(run: RunDirectory, step: int, marks: Marks) -> None:

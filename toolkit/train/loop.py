@@ -21,7 +21,7 @@ from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.dropout_seed import seed_dropout
 from toolkit.train.gpu_memory import beyond_allocated, peak_memory_gib, peak_process_gib
-from toolkit.train.guard import StepGuard
+from toolkit.train.loss_guard import StepGuard
 from toolkit.train.plateau import after_validation
 from toolkit.train.prefetch import Prefetch
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.engines.base import StepResult
-from toolkit.train.guard import HISTORY_STEPS
+from toolkit.train.loss_guard import HISTORY_STEPS
 
 
 @dataclass

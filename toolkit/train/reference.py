@@ -38,7 +38,7 @@ from toolkit.objectives.preference import REFERENCE
 from toolkit.recipe.schema import Recipe
 from toolkit.system.untrusted import parse_mapping, read_bytes
 from toolkit.train.all_ranks import AllRanks
-from toolkit.train.marks import Marks
+from toolkit.train.watchdog import Marks
 
 Values = npt.NDArray[np.float32]
 """[samples, rows per sample]: log p of a row's trained tokens; NaN: not computed yet."""

@@ -10,11 +10,11 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
 from toolkit.run.metrics import Metrics, MetricsLog
-from toolkit.run.poster import Trackers
 from toolkit.run.progress import ProgressReport
+from toolkit.run.tracker_thread import Trackers
 from toolkit.text.terminal import lost_output
-from toolkit.train.marks import Mark
 from toolkit.train.progress import Progress
+from toolkit.train.watchdog import Mark
 
 TRACKER_GRACE_S = 15.0
 """How long the end of a run waits for its trackers; launchers give a stopping run 30 s."""

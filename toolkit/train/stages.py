@@ -31,12 +31,12 @@ from toolkit.train.checkpoints import RunCheckpoints
 from toolkit.train.companions import companion_files, take_ends
 from toolkit.train.exporting import export_last
 from toolkit.train.loop import TrainingRun
-from toolkit.train.marks import BUILDING, CountedWeights, collective_limit
 from toolkit.train.outer import OuterEngine, ReplicaOrder, place
 from toolkit.train.reference import RunReference
 from toolkit.train.reporter import TRACKER_GRACE_S, Reporter
 from toolkit.train.start import Start
 from toolkit.train.step_reduction import StepReduction
+from toolkit.train.watchdog import BUILDING, CountedWeights, collective_limit
 
 
 def work(start: Start) -> None:

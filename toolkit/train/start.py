@@ -11,10 +11,10 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.train.all_ranks import AllRanks
-from toolkit.train.marks import Marks
 from toolkit.train.progress import Progress
 from toolkit.train.signals import StopRequest
 from toolkit.train.split import BatchSplit
+from toolkit.train.watchdog import Marks
 
 
 @dataclass(frozen=True)

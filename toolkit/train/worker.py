@@ -33,9 +33,9 @@ from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import survive_lost_output, tell
 from toolkit.train.all_ranks import AllRanks, PeerFailed
 from toolkit.train.gpu_memory import out_of_memory
-from toolkit.train.marks import FLIGHT_RECORDER, WAITING, Marks
 from toolkit.train.stages import work
 from toolkit.train.start import Start
+from toolkit.train.watchdog import FLIGHT_RECORDER, WAITING, Marks
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard
-from toolkit.engines import optimizer as adam
+from toolkit.engines import adamw as adam
 from toolkit.engines import totals
 from toolkit.engines.base import (
     NON_FINITE_GRADIENTS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, cut
-from toolkit.engines import optimizer as adam
+from toolkit.engines import adamw as adam
 from toolkit.models.families.tensors import Block
 
 SWAPPED_KEYS = {"weight": None, "exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"}

@@ -29,7 +29,7 @@ from torch.distributed.fsdp import (
 
 from toolkit.batch import MicroBatch
 from toolkit.checkpoint.shards import StateShard, bias_shards, cut, parameter_blocks
-from toolkit.engines import optimizer as adam
+from toolkit.engines import adamw as adam
 from toolkit.engines import totals
 from toolkit.engines.balance import Balance
 from toolkit.engines.base import (

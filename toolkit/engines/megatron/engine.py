@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from toolkit.batch import MicroBatch, row_log_probs
 from toolkit.checkpoint.shards import StateShard
-from toolkit.engines import optimizer as adam
+from toolkit.engines import adamw as adam
 from toolkit.engines import totals
 from toolkit.engines.balance import Balance
 from toolkit.engines.base import (

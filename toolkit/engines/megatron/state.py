@@ -11,7 +11,7 @@ from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 
 from toolkit.checkpoint.shards import StateShard, cut
-from toolkit.engines import optimizer as adam
+from toolkit.engines import adamw as adam
 from toolkit.models.families import MegatronModel
 from toolkit.models.megatron import weights
 from toolkit.models.megatron.model import GPTChunk

@@ -28,7 +28,7 @@ from toolkit.plan.hardware.catalogue import (
 )
 from toolkit.plan.hardware.cluster import Cluster, default_cluster, parse_cluster
 from toolkit.recipe import yaml_text
-from toolkit.recipe.explain import explain
+from toolkit.recipe.mistakes import explain
 from toolkit.recipe.section import Degree, NonEmpty, PositiveFloat, Section, Wording
 
 Tflops: TypeAlias = Annotated[

@@ -18,11 +18,11 @@ from accelerate import tracking
 
 from tests.processes import HANG_S, wait_until
 from toolkit.recipe.schema import LoggingSection
-from toolkit.run import jsonl, poster
+from toolkit.run import jsonl, tracker_thread
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 from toolkit.run.metrics import Metrics, MetricsLog
-from toolkit.run.poster import Posted, Trackers
+from toolkit.run.tracker_thread import Posted, Trackers
 from toolkit.run.trackers import TRACKERS, trackers_line, wanted
 from toolkit.system.install import install
 
@@ -163,8 +163,8 @@ _KILLED = """
 import os, sys
 from pathlib import Path
 from tests.processes import wait_until
-from tests.run.test_poster import Rank0
-from toolkit.run.poster import Posted
+from tests.run.test_tracker_thread import Rank0
+from toolkit.run.tracker_thread import Posted
 rank = Rank0(Path(sys.argv[1]), sys.argv[2])
 rank.events.write("evaluation", step=0, loss=2.0)
 rank.steps(1, 2, 3, 4)
@@ -315,7 +315,7 @@ def test_rows_are_in_the_order_of_steps(run: RunDirectory) -> None:
     jsonl.append(run.events, {"kind": "evaluation", "step": 20, "loss": 10.0})
     jsonl.append(run.events, {"kind": "evaluation", "step": [], "loss": 10.0})
     run.metrics.open("a").write('{"loss": 1}\n{"step": "x"}\n7\n{"step": 30')
-    rows, posted = poster._Rows(run), Posted("id")
+    rows, posted = tracker_thread._Rows(run), Posted("id")
     assert [*rows.new(posted, newest=False)] == [
         (10, {"loss": 10.0}),
         (15, {"skip/loss": 99.0}),
@@ -325,9 +325,11 @@ def test_rows_are_in_the_order_of_steps(run: RunDirectory) -> None:
     last = {"loss": 20.0, "evaluation/loss": 10.0, "save/seconds": 1.0}
     assert [*rows.new(posted, newest=True)] == [(20, last)]
     posted.names["skip/loss"] = 15
-    assert [*poster._Rows(run).new(posted, newest=True)] == [(20, last)]
+    assert [*tracker_thread._Rows(run).new(posted, newest=True)] == [(20, last)]
     posted.names |= {"loss": 20, "save/seconds": 20}
-    assert [*poster._Rows(run).new(posted, newest=True)] == [(20, {"evaluation/loss": 10.0})]
+    assert [*tracker_thread._Rows(run).new(posted, newest=True)] == [
+        (20, {"evaluation/loss": 10.0})
+    ]
 
 
 @pytest.mark.parametrize("damaged", ['{"run_id": 5, "posted_step": "x"}', "[]", "{"])
@@ -340,7 +342,7 @@ def test_a_warning_behind_the_end_hides_no_exit_code(run: RunDirectory) -> None:
     """Of another tracker, which stopped working meanwhile."""
     events = EventLog(run.events)
     events.write("start")
-    assert poster._exit_code(run.events) == 4
+    assert tracker_thread._exit_code(run.events) == 4
     events.write("end", exit_code=75)
     events.write("warning", source="mlflow", message="it did not finish")
-    assert poster._exit_code(run.events) == 75
+    assert tracker_thread._exit_code(run.events) == 75
