@@ -189,6 +189,7 @@ def test_a_later_file_without_the_column(recipe: Path) -> None:
         "tokenizer: some/hub-id}",
         "data={train: {kind: chat, path: ./plain.jsonl}}",
         "data.train={kind: text, files: ['memory://none/*.txt']}",
+        "data.train={kind: megatron, prefix: 'memory://none'}",
         "data={train: {kind: chat, path: 'memory://none/a.jsonl'}}",
     ],
 )

@@ -113,6 +113,8 @@ CHOSEN = {
     ("llama/llama-3.1-70b-pretrain", "8x8xh100-80gb"): ("deepspeed", "hf", 3),
     # megatron-core where it is more than 10% faster
     ("llama/llama-3.1-70b-pretrain", "64x8xa100-80gb"): ("megatron", "megatron", 1),
+    # also where the batch is smaller than the cluster, which nothing refuses
+    ("gpt2/gpt2-124m-pretrain", "512x8xh100-80gb"): ("megatron", "megatron", 1),
     # offload where nothing else leaves a margin
     ("llama/llama-3.2-3b-sft", "1x4xa10g"): ("deepspeed", "hf", 2),
     # and where only tensor groups over PCIe would, which are slower

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -304,13 +304,17 @@ def test_a_split_trains_what_loss_on_says(
     assert answers == trained and report_of(data).rewritten == 1
 
 
-def test_a_preference_with_rewritten_history_is_told_what_it_can_do(tmp_path: Path) -> None:
+def test_rewritten_history_is_told_what_it_can_do(tmp_path: Path) -> None:
     turns = chat("Hi", "one", "two")["messages"]
+    template = str(TEMPLATES / "qwen3.jinja")
+    says = r"rows\.jsonl:1: the chat template changes message 1"
+    write(tmp_path / "rows.jsonl", [{"messages": turns}])
+    with pytest.raises(DataError, match=says) as raised:
+        build(tmp_path, chat_template=template)
+    assert "`rewritten_history: split`" in raised.value.fix
     other = [*turns[:3], {"role": "assistant", "content": "no"}]
     row = {"prompt": turns[:1], "chosen": turns[1:], "rejected": other[1:]}
     write(tmp_path / "rows.jsonl", [row])
-    template = str(TEMPLATES / "qwen3.jinja")
-    says = r"rows\.jsonl:1: the chat template changes message 1"
     with pytest.raises(DataError, match=says) as raised:
         build(tmp_path, {"kind": "preference"}, 256, chat_template=template)
     assert "rewritten_history" not in raised.value.fix and "`prompt`" in raised.value.fix
@@ -445,12 +449,36 @@ def test_a_users_own_loop_gets_no_rows_that_it_would_mix_up(tmp_path: Path) -> N
         RecipeSamples(recipe)
 
 
+ENDS = """#!{}
+import os, sys
+from multiprocessing.connection import Connection
+connection = Connection(int(sys.argv[3]))
+connection.recv_bytes(), connection.recv_bytes()
+os.write(connection.fileno(), {})
+"""
+
+
+@pytest.mark.parametrize("answer", [b"", b"\0\0\1\0half of it"])
 def test_a_process_that_ends_early_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
 ) -> None:
     write(tmp_path / "rows.jsonl", [chat("Hi", "Hello")] * 600)
+    (tmp_path / "ends").write_text(ENDS.format(sys.executable, answer))
+    (tmp_path / "ends").chmod(0o755)
     monkeypatch.setattr(workers, "ALONE", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
-    monkeypatch.setattr(sys, "executable", "/bin/true")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "ends"))
     with pytest.raises(DataError, match="a process that renders chats has ended"):
         build(tmp_path)
+
+
+def test_an_error_of_reading_is_not_one_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def batches() -> Iterator[Any]:
+        yield from ([], [])
+        raise ConnectionResetError("the store")
+
+    make: Any = len
+    monkeypatch.setattr(workers, "ALONE", 1)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
+    with pytest.raises(ConnectionResetError, match="the store"):
+        list(workers.made_in_order(make, batches()))

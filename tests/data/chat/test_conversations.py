@@ -14,6 +14,7 @@ from toolkit.data.chat.conversations import (
     check_columns,
     conversation_of,
     preference_of,
+    unread_columns,
 )
 from toolkit.data.readers import rows_of
 from toolkit.errors import DataError
@@ -129,6 +130,17 @@ def test_context_of_prompts_and_pairs() -> None:
 def test_template_arguments(stated: object) -> None:
     found = parse({"messages": [USER, ANSWER], "chat_template_kwargs": stated})
     assert found.template_arguments == {"enable_thinking": False}
+
+
+def test_columns_that_nothing_reads() -> None:
+    source = ChatSource.model_validate({"kind": "chat", "path": "x"})
+    assert unread_columns(source, ["messages", "id", "tools", "system", "input"]) == [
+        "id",
+        "input",
+    ]
+    assert unread_columns(source, ["instruction", "output", "input", "text"]) == ["text"]
+    pairs = PreferenceSource(kind="preference", path="x", columns={"chosen": "good"})
+    assert unread_columns(pairs, ["good", "rejected", "score", "history"]) == ["score"]
 
 
 def test_prompt_and_completion() -> None:
@@ -313,3 +325,10 @@ def test_columns(settings: dict[str, Any], columns: list[str], says: str) -> Non
     with pytest.raises(DataError, match=says) as raised:
         check_columns(source, columns)
     assert raised.value.fix
+
+
+def test_columns_of_preferences() -> None:
+    source = PreferenceSource(kind="preference", path="x", columns={"chosen": "good"})
+    check_columns(source, ["good", "rejected"])
+    with pytest.raises(DataError, match="no column `good`; its columns are chosen, rejected"):
+        check_columns(source, ["chosen", "rejected"])

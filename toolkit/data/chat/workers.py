@@ -23,16 +23,8 @@ def made_in_order(make: SampleMaker, batches: Iterator[Batch]) -> Iterator[Sampl
     process per core. Raises the DataError of the first batch that has one."""
     count = len(os.sched_getaffinity(0))
     yield from map(make, islice(batches, ALONE if count > 1 else None))
-    if (following := next(batches, None)) is None:
-        return
-    try:
+    if (following := next(batches, None)) is not None:
         yield from _made_by_processes(make, chain([following], batches), count)
-    except (EOFError, ConnectionError) as error:
-        raise DataError(
-            "a process that renders chats has ended",
-            fix="see what it printed; if it was killed for want of memory, take another "
-            "machine for `dmt data prepare`",
-        ) from error
 
 
 def _made_by_processes(
@@ -42,16 +34,16 @@ def _made_by_processes(
     with ExitStack() as running:
         idle = [running.enter_context(_process()) for _ in range(count)]
         for connection in idle:
-            connection.send(make)
+            _send(connection, make)
         busy = deque[Connection]()
         for batch in batches:
             if idle:
                 connection = idle.pop()
-                connection.send(batch)
+                _send(connection, batch)
             else:
                 connection = busy.popleft()
                 made = _answer(connection)
-                connection.send(batch)
+                _send(connection, batch)
                 yield made
             busy.append(connection)
         yield from map(_answer, busy)
@@ -74,8 +66,27 @@ def _process() -> Iterator[Connection]:
         process.wait()
 
 
+@contextmanager
+def _connected() -> Iterator[None]:
+    """Raise DataError if the process at the other end of a connection ends."""
+    try:
+        yield
+    except (EOFError, OSError) as error:
+        raise DataError(
+            "a process that renders chats has ended",
+            fix="see what it printed; if it was killed for want of memory, take another "
+            "machine for `dmt data prepare`",
+        ) from error
+
+
+def _send(connection: Connection, what: SampleMaker | Batch) -> None:
+    with _connected():
+        connection.send(what)
+
+
 def _answer(connection: Connection) -> SampleBatch:
-    answer: SampleBatch | DataError = connection.recv()
+    with _connected():
+        answer: SampleBatch | DataError = connection.recv()
     if isinstance(answer, DataError):
         raise answer
     return answer
