@@ -27,7 +27,7 @@ from toolkit.recipe.schema import Recipe, ZeroSection
 from toolkit.registry import ENGINES, Registry
 
 ANY = 65536
-"""Largest degree of the schema: no limit of the pair's own."""
+"""Largest degree in the schema. It stands for no limit of the pair's own."""
 
 _ON_DEVICE: frozenset[Placement] = frozenset(("none",))
 _PRECISIONS: frozenset[Precision] = frozenset(("fp32", "fp16", "bf16"))
@@ -35,8 +35,8 @@ _PRECISIONS: frozenset[Precision] = frozenset(("fp32", "fp16", "bf16"))
 
 @dataclass(frozen=True)
 class Support:
-    """What an engine can do with one model implementation; the defaults are a plain
-    data-parallel engine."""
+    """What an engine can do with one model implementation. By default, what a plain
+    data-parallel engine can do."""
 
     auto: bool = False
     """Whether `engine: auto` chooses it; others run when stated, or when no such pair can."""
@@ -47,7 +47,7 @@ class Support:
     zero_stages: tuple[Stage, ...] = (0,)
     """ZeRO stages; in engine megatron, 1 is megatron-core's distributed optimizer."""
     auto_stages_16_bit: tuple[Stage, ...] = (0, 1, 2, 3)
-    """Which of them `auto` may choose in 16 bits."""
+    """ZeRO stages that `auto` may choose in 16 bits."""
     zero_config: bool = False
     """Whether the engine reads DeepSpeed's `parallel.zero.config` and `extra`."""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)
@@ -57,7 +57,7 @@ class Support:
     recompute: tuple[RecomputeWay, ...] = ("none", "full")
     """Activation recompute; `selective` is megatron-core's own attention recompute."""
     precisions: frozenset[Precision] = field(default=_PRECISIONS)
-    """What it computes in, where the device can."""
+    """Precisions that the engine computes in, if the device can."""
     kernel_stages: tuple[Stage, ...] = ()
     """In which ZeRO stages decoder layers may be compiled, and have products in 8 bits."""
 
@@ -115,7 +115,8 @@ class InAccelerate:
         return {"cpu": not torch.cuda.is_available()}
 
     def complete(self, accelerator: Any, settings: Mapping[str, Any]) -> None:
-        """Set in an Accelerator what it left out of `settings`, those of `accelerator`."""
+        """Set in an Accelerator what its constructor left out of `settings`, the arguments in
+        `accelerator`."""
 
     def training_arguments(self, layout: Layout, config: Mapping[str, Any]) -> dict[str, Any]:
         """Keyword arguments of TrainingArguments: values of `fields`."""
@@ -147,7 +148,8 @@ class Backend:
     """The engine's memory, traffic and time terms."""
 
     def adopt(self, recipe: Recipe) -> Recipe:
-        """The recipe with what the engine's own file, which the recipe names, decides."""
+        """The recipe, with the values that the engine's own file decides, if the recipe names
+        one."""
         return recipe
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
@@ -158,7 +160,7 @@ class Backend:
         return {}
 
     def shown(self, recipe: Recipe, plan: Plan) -> dict[str, Any] | None:
-        """What `dmt render --to NAME` prints; None where it has no part in the plan."""
+        """The text that `dmt render --to NAME` prints. None if it has no part in the plan."""
         return self.render(recipe, plan.layout) if plan.engine == self.name else None
 
     def environment(self, layout: Layout, gpu: str) -> dict[str, str]:
@@ -188,11 +190,11 @@ class Backend:
         return None
 
     def refusal(self, job: PlanRequest, model: ModelName) -> Problem | None:
-        """Why it cannot train this model at all, with the nearest way out."""
+        """Why the engine cannot train this model at all, with the nearest way out."""
         return None
 
     def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
-        """What else it cannot do with this model and batch."""
+        """What else the engine cannot do with this model and batch."""
         return iter(())
 
     def approximations(
@@ -207,9 +209,10 @@ BACKENDS: Registry[Backend] = ENGINES
 
 
 def adopt_engine_config(recipe: Recipe) -> Recipe:
-    """The recipe with what an engine's own file, which the recipe names, decides.
+    """The recipe, with the values that the engine's own file decides, if the recipe names one.
 
-    Raises PlanError for what is no recipe: the Python API is given the name of one at times.
+    Raises PlanError for what is no recipe. Callers of the Python API at times pass a recipe's
+    name.
     """
     if not isinstance(recipe, Recipe):
         fix = "read a file, or a shipped recipe by its name, with load_recipe(…)"

@@ -27,24 +27,24 @@ class MicroBatch:
     """float32 [micro_batch, sequence], not negative: how much the loss of a label counts. None:
     1 for every label. A label that is `IGNORE_INDEX` counts nothing, whatever its weight."""
     positions: "torch.Tensor | None" = None
-    """int64 [micro_batch, sequence], each below the sequence length: the positions that the
-    model sees. None: 0, 1, 2, … in every row. Which tokens a token attends to does not depend
-    on them, but on `segments`."""
+    """int64 [micro_batch, sequence]: the positions that the model sees, each below the sequence
+    length. None stands for 0, 1, 2, … in every row. `segments`, not positions, decide which
+    tokens a token attends to."""
     segments: "torch.Tensor | None" = None
-    """int32 [micro_batch, sequence]: the document of each token, which attends to no other;
-    ascending from 0. `positions` are then given, too, and restart where a document begins and
-    nowhere else. None: a row is one document."""
+    """int32 [micro_batch, sequence]: the document of each token, ascending from 0. A token
+    attends to its own document only. `positions` are then given, too. They restart where a
+    document begins and nowhere else. None: a row is one document."""
     extra: Mapping[str, "torch.Tensor"] = field(default_factory=dict)
-    """What else the objective reads, by name (`Objective.reads`)."""
+    """Further inputs of the objective by name (`Objective.reads`)."""
     samples: tuple[int, ...] = ()
-    """Which samples of the training data the rows are; for the sample log only."""
+    """The samples of the training data that the rows are. Only the sample log reads this."""
 
     @cached_property
     def ends(self) -> "torch.Tensor | None":
-        """int32 [n]: in the rows one after the other, where each document of `segments` begins,
-        and then where the last one ends, up to a power of four: layers are compiled for few
-        shapes. None without segments. Counted before a batch is copied to a GPU, which would
-        make the host wait."""
+        """Where each document begins, with all rows laid end to end, int32 [n]. The end of the
+        last document fills the tail. n is 32 or more, times four as needed, so that layers
+        compile for few shapes. None without segments. Computed before the copy to a GPU, which
+        would make the host wait."""
         if self.segments is None:
             return None
         begins = self.segments.new_ones(self.segments.shape)
@@ -64,19 +64,20 @@ class MicroBatch:
 
     @property
     def tokens(self) -> int:
-        """Unmasked tokens: those whose loss counts. Waits for a batch on a GPU."""
+        """Tokens whose loss counts. Reading this waits for a batch on a GPU."""
         return int(self.trained.sum())
 
     def to(self, device: "torch.device") -> "MicroBatch":
-        """The batch with all its tensors on `device`; pinned ones are copied meanwhile."""
+        """The batch with all its tensors on `device`. Copies of pinned tensors may still be
+        running."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
-        """The batch in pinned memory, from which a GPU copies while the caller continues."""
+        """The batch in pinned memory. A GPU copies from it while the caller continues."""
         return self._moved(lambda tensor: tensor.pin_memory())
 
     def rows(self, first: int, end: int) -> "MicroBatch":
-        """Rows [first, end) of it."""
+        """The rows [first, end) of this batch."""
         return self._with_each(lambda tensor: tensor[first:end])
 
     def _moved(self, move: "Callable[[torch.Tensor], torch.Tensor]") -> "MicroBatch":
@@ -101,9 +102,9 @@ class MicroBatch:
 
 
 def row_log_probs(log_probs: "torch.Tensor") -> "torch.Tensor":
-    """log p of the trained tokens of each row together: fp32 [rows] from fp32 [rows, sequence].
+    """Sum of log p over each row's trained tokens: fp32 [rows] from fp32 [rows, sequence].
 
-    Rounded to fp32, in which those of DPO's reference are kept: where policy and reference are
-    equal, so are these, to the bit.
+    Rounded to fp32, because DPO's reference is kept in fp32. Where policy and reference are
+    equal, their sums are then equal to the bit.
     """
     return log_probs.double().sum(dim=1).float()

@@ -39,7 +39,7 @@ class Problem:
     fix: str = ""
     """What to type instead, e.g. 'did you mean `learning_rate`?'."""
     file: str = ""
-    """File that states the setting; '--set' for an override; empty when unknown."""
+    """File that states the setting, or '--set' for an override. Empty when unknown."""
     line: int = 0
     """1-based line in `file`; 0 when there is none."""
 
@@ -62,9 +62,9 @@ class DmtError(Exception):
     """Base of every error that DMT raises on purpose."""
 
     exit_code: ClassVar[int] = EXIT_USER_ERROR
-    """A mistake of the user's, unless a subclass says otherwise."""
+    """Subclasses state another code. By default the error is the user's mistake."""
     retry: bool = True
-    """False: another start would meet it again, or do harm; `--max-restarts` leaves it."""
+    """Whether another start may help. If False, `--max-restarts` does not start again."""
 
     def __init__(self, message: str, *, fix: str = "") -> None:
         super().__init__(message)
@@ -76,8 +76,8 @@ class DmtError(Exception):
 
 
 class RecipeError(DmtError):
-    """The recipe is wrong. `problems` holds every mistake found, in file order, `notes` what is
-    legal in it and may not be meant."""
+    """The recipe is wrong. `problems` holds every mistake found, in file order. `notes` holds
+    what is allowed but may not be meant."""
 
     def __init__(self, problems: Sequence[Problem], notes: Sequence[str] = ()) -> None:
         self.problems, self.notes = tuple(problems), tuple(notes)

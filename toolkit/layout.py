@@ -13,7 +13,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 Fp8Scaling = Literal["rowwise", "tensorwise"]
 """How operands of products in 8 bits are scaled: `KernelsSection.fp8`."""
 CostPrecision = Literal["fp32", "bf16", "fp16", "fp8"]
-"""What the cost model knows: published runs computed in fp8."""
+"""Precisions that the cost model knows. Published runs computed in fp8."""
 Stage = Literal[0, 1, 2, 3]
 Placement = Literal["none", "cpu", "nvme"]
 RecomputeWay = Literal["none", "selective", "full"]
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def compiles(self) -> str | None:
-        """The setting of `kernels` for which torch or Triton compiles something in a run."""
+        """The setting of `kernels` that makes torch or Triton compile in a run."""
         return next((one for one in ("compile", "fused") if getattr(self, one) != "none"), None)
 
     @property
@@ -104,7 +104,7 @@ class Layout:
 
     @property
     def division(self) -> tuple[int, int, tuple[int, ...]]:
-        """What decides which layers a pipeline stage has: see `stage_layers`."""
+        """The settings that decide which layers a pipeline stage has: see `stage_layers`."""
         return self.pp, self.vpp, self.stages
 
     def to_dict(self) -> dict[str, Any]:

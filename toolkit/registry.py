@@ -23,8 +23,8 @@ class Registry(Generic[Kind]):
     """Names and the objects that they stand for, which are imported when first asked for."""
 
     def __init__(self, group: str, own: Mapping[str, str], base: type | None = None) -> None:
-        """`own` maps a name to `module:attribute`; `group` names the entry points of others,
-        and is empty where only this package has any. Objects are subclasses of `base`."""
+        """`own` maps a name to `module:attribute`. `group` names the entry points of other
+        packages, empty if only this package has any. Objects are subclasses of `base`."""
         self._group = group
         self._base = base
         self._own = own
@@ -73,7 +73,8 @@ class Registry(Generic[Kind]):
         raise TypeError(f"it does not extend {base.__module__}.{base.__qualname__}")
 
     def items(self) -> Iterator[tuple[str, Kind]]:
-        """Every name with its object, if that can be imported: it is an error once chosen."""
+        """Every name with its object. One that cannot be imported is left out, and is an error
+        once chosen."""
         for name in self.names:
             with suppress(BackendUnavailable):
                 yield name, self[name]
@@ -84,7 +85,7 @@ class Registry(Generic[Kind]):
 
 
 def load(place: str) -> Any:
-    """What `module:attribute` names."""
+    """Import the object that `module:attribute` names."""
     module, _, attribute = place.partition(":")
     return getattr(import_module(module), attribute)
 
@@ -96,7 +97,7 @@ def _added() -> Any:  # another class before Python 3.12
 
 
 def _installed(place: str) -> bool:
-    """Whether a place of this package is there: an installation may leave out extras."""
+    """Whether a module of this package is there. An installation may leave out extras."""
     module = place.partition(":")[0]
     if not module.startswith(_MAY_BE_MISSING):
         return True

@@ -298,7 +298,7 @@ def without_unset(stated: Any, prefix: str = "") -> Any:
 
 
 def _is_unset(path: str, value: object) -> bool:
-    """Null, or what was the default; of a section, each value."""
+    """Whether a value is null or the former default. For a section, whether every value is."""
     default = DEFAULTS.get(path)
     if isinstance(default, Mapping) and isinstance(value, Mapping):
         return all(key in default and _same(default[key], value[key]) for key in value)
@@ -306,7 +306,7 @@ def _is_unset(path: str, value: object) -> bool:
 
 
 def _same(default: object, value: object) -> bool:
-    """Whether a value is the default; `true` is no 1."""
+    """Whether a value equals the default. `true` does not equal 1."""
     kinds = (int, float) if isinstance(default, float) else (type(default),)
     return type(value) in kinds and value == default
 

@@ -98,10 +98,10 @@ def training_arguments(
     """TrainingArguments of a recipe: batch, optimizer, precision, length and parallelism.
 
     `config_class` is TrainingArguments or a subclass of it (TRL's SFTConfig, DPOConfig, …).
-    `more` are arguments of that class (`output_dir`, saving, reporting, …); one that the recipe
-    gives as well takes precedence over it, except those that state the engine. All is in the
-    fields: arguments created from `to_dict()` train the same way. The learning rate's schedule
-    is the recipe's but up to one step late, as Trainer's warm-ups begin at 0.
+    `more` are further arguments of that class (`output_dir`, saving, reporting, …). They
+    override what the recipe says. Those that choose another engine raise PlanError. The fields
+    hold everything: arguments created from `to_dict()` train the same way. The learning rate
+    follows the recipe's schedule at most one step late, because Trainer's warm-ups begin at 0.
 
     Raises as `prepare` does, and PlanError where `more` states another engine or the recipe has
     what no argument can state.
@@ -144,7 +144,8 @@ def planned_for_launcher(
 
 
 def _refuse_other_engine(plan: Plan, mesh: Mapping[str, str]) -> None:
-    """Accelerate lets these variables add an engine, or a mesh, to what the script asks for."""
+    """Raise PlanError for variables by which Accelerate adds an engine or a mesh to the
+    script's."""
     for variable, (kind, _) in SWITCHES.items():
         if variable in mesh and all(os.environ.get(name) == mesh[name] for name in mesh):
             continue
@@ -186,7 +187,7 @@ def _prepare_process(words: InAccelerate, layout: Layout) -> None:
 
 
 def _refuse_unstated(recipe: Recipe, plan: Plan, more: Mapping[str, Any]) -> None:
-    """Raise PlanError for what TrainingArguments cannot state, or must not."""
+    """Raise PlanError for settings that TrainingArguments cannot or must not state."""
     unstated = dict.fromkeys(recipe.follows_validation, "null")
     if "TrainingArguments" not in recipe.optimizer.kind.elsewhere:
         unstated["optimizer.name"] = "adamw"

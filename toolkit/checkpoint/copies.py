@@ -1,8 +1,8 @@
 """Copies of the training state in host memory.
 
-A GPU makes them in order with everything else that it computes, into pinned memory: the host
-waits for none of them, and a later step cannot change what is still being copied. torch keeps
-pinned memory that is freed for the next save.
+A GPU makes the copies in pinned memory, in order with its other work. So the host need not
+wait, and a later step cannot change what is still being copied. torch keeps freed pinned memory
+for the next save.
 """
 
 import logging
@@ -26,7 +26,8 @@ class HostCopies:
         """A GPU copies since the last `end`."""
 
     def of(self, values: Tensor) -> Tensor:
-        """A copy of `values` [elements]; from a GPU, complete when what `end` returns is."""
+        """A copy of `values` [elements] in host memory. A copy from a GPU may still be running.
+        Call the function that `end` returns to wait for it."""
         if values.device.type != "cuda" or self._full:
             return values.to("cpu", copy=True)
         try:
@@ -43,7 +44,8 @@ class HostCopies:
         return pinned.copy_(values, non_blocking=True)
 
     def end(self) -> Callable[[], None]:
-        """End a save. What is returned waits for its copies, on the host and in any thread."""
+        """End a save. Returns a function that waits for its copies, on the host and in any
+        thread."""
         if not self._copying:
             return lambda: None
         self._copying = False

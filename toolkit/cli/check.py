@@ -43,15 +43,15 @@ class Verdict:
     """None when there are problems."""
     problems: tuple[Problem, ...] = ()
     note: str | None = None
-    """Remarks: what could not be checked and why, what nothing reads or may not be meant."""
+    """Remarks: what could not be checked and why, what nothing reads, what may be a mistake."""
     parameters: int | None = None
-    """Parameters of the model; None where its shape is not known here."""
+    """Parameters of the model. None if its shape is not known on this machine."""
     reports: tuple[FileComparison, ...] = ()
-    """One for each file that it was compared with."""
+    """One for each file that the recipe was compared with."""
 
     @property
     def good(self) -> bool:
-        """True if it has no mistake and no disagreement."""
+        """True if the recipe has no mistake and no disagreement."""
         return not self.problems and all(report.agrees for report in self.reports)
 
 
@@ -203,7 +203,7 @@ def _lines(verdicts: Sequence[Verdict]) -> Iterator[Line]:
 
 
 def _compared(report: FileComparison) -> dict[str, object]:
-    """One comparison as plain data."""
+    """Return one comparison as plain data."""
     return {
         "source": report.source,
         "kind": report.kind,
@@ -222,7 +222,8 @@ def _compared(report: FileComparison) -> dict[str, object]:
 
 
 def _comparison(report: FileComparison) -> Iterator[Line]:
-    """One comparison: the settings that disagree, names that are misspelt, what is not here."""
+    """Lines of one comparison: settings that disagree, misspelt names, parts that are missing
+    here."""
     conflicts = [row for row in report.settings if not row.agrees]
     sign = Text("✓ ", "green") if report.agrees else Text("✗ ", "red")
     count = f"{len(report.settings) - len(conflicts)} settings agree, {len(conflicts)} disagree"

@@ -223,7 +223,7 @@ def export(
 
 
 def _to_megatron(folder: Path, dst: Path, tick: Callable[[int], None], merged: bool) -> None:
-    """By way of a Hugging Face folder next to it."""
+    """Export to Megatron's format through a Hugging Face folder next to it."""
     from toolkit.checkpoint.export import export as export_folder
 
     parent = dst.absolute().parent
@@ -264,7 +264,8 @@ def import_(
 
 
 def _find(path: Path) -> CheckpointFolder:
-    """The checkpoint of a path; prints which it is where the path names a run."""
+    """Find the checkpoint of a path. Where the path names a run, print which checkpoint it
+    is."""
     found = locate(path)
     if found.newest_of is not None:
         tell(f"{found.folder.name} is the newest finished checkpoint of {found.newest_of}")

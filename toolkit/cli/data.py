@@ -50,7 +50,7 @@ def prepare(
 
 
 def _size(parts: "Sequence[StreamSamples]") -> dict[str, int]:
-    """The tokenised data of several sources together."""
+    """Sum up the tokenised data of several sources."""
     return {
         "documents": sum(part.stream.n_documents for part in parts),
         "tokens": sum(len(part.stream) for part in parts),
@@ -87,8 +87,8 @@ def _build(recipe: Recipe) -> "TrainingData":
 
 
 def _sources(recipe: Recipe, data: "TrainingData") -> "Iterator[dict[str, Any]]":
-    """The sources of a blend, with their shares of the samples of the run, and how often each
-    sample is used in it."""
+    """The sources of a blend: each one's share of the run's samples, and how often each of its
+    samples is used."""
     from toolkit.data.blend import BlendOrder
     from toolkit.intake.checks import steps_with
 

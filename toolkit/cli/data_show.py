@@ -13,8 +13,8 @@ _TRAINED = "bold green"
 
 
 def previews(shown: Mapping[str, Preview]) -> Iterator[Line]:
-    """Samples, trained tokens in colour, or between « and » where there is none; numbers. By
-    the titles of the sources, which are printed where there are several."""
+    """Lines of samples by source title, then numbers about each source. Trained tokens are in
+    colour, or between « and » where there is none."""
     marks = Console().color_system is None
     for title, preview in shown.items():
         if len(shown) > 1:

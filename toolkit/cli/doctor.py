@@ -119,12 +119,13 @@ _MARKS: dict[Level, tuple[str, str]] = {
     "problem": ("✗", "red"),
 }
 _NAME_WIDTH = 13
-"""Characters of the longest group; a longer name moves its own line only."""
+"""Width of the names' column. A longer name moves its own line only."""
 
 
 def _findings(findings: Iterable[Finding], shown: list[Finding]) -> Iterator[Line]:
-    """A line for what is fine of each group, as it comes, and each other finding with what it
-    costs, what needs it and its fix; then how many there were. They are added to `shown`."""
+    """Lines about findings, as they come. Those of a group that are fine share one line. Each
+    other one adds its cost, what needs it and its fix. The last line counts all. They are
+    appended to `shown`."""
     for group, members in groupby(findings, key=lambda finding: finding.group):
         fine: list[Finding] = []
         others: list[Finding] = []

@@ -2,7 +2,8 @@
 
 
 def main() -> int:
-    """Run `dmt`; Ctrl-C while it is imported ends it without a traceback, too."""
+    """Run `dmt`. Ctrl-C never shows a traceback, even while modules are still being
+    imported."""
     try:
         from toolkit.cli.main import main as run
 

@@ -83,7 +83,8 @@ def _import(
     data: Path | None,
     out: Path | None,
 ) -> None:
-    """`--from`: the recipe, and on standard error what is not carried."""
+    """Carry out `--from`. Return the recipe. Print on standard error which settings are not
+    carried."""
     from toolkit.starter.imported import import_files
 
     imported = import_files(files, model, cluster, task, data)

@@ -47,8 +47,8 @@ ClusterOption = Annotated[
 
 
 def refuse_useless(stated: Mapping[str, tuple[object, bool, str]]) -> None:
-    """Each option's value, whether the others allow it, and when they do: none is ignored.
-    Raises RecipeError."""
+    """Refuse options that would do nothing, so that none is ignored. Each option comes with its
+    value, whether the other options allow it, and when they do. Raises RecipeError."""
     problems = [
         Problem(name, str(value), allowed, "leave it out")
         for name, (value, meant, allowed) in stated.items()

@@ -20,7 +20,7 @@ Row = TypeVar("Row")
 Line = str | Text | Rule
 
 _INDENT = 6
-"""Least indent of what a terminal has no room for on the first line."""
+"""The least indent of continued lines on a terminal."""
 
 
 class Console(console.Console):
@@ -30,11 +30,11 @@ class Console(console.Console):
         super().__init__(markup=False, highlight=False, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Before rich drops some of them from the text."""
+        """Escape control characters before rich drops some of them from the text."""
         return super().render_str(printable(text, lines=True), **settings)
 
     def render(self, *args: Any, **settings: Any) -> Iterator[Segment]:
-        """Every text on its way out; rich's own control codes are marked as such."""
+        """Escape control characters in every text. rich's own control codes stay."""
         for segment in super().render(*args, **settings):
             text, style, control = segment
             yield segment if control else Segment(printable(text, lines=True), style)
@@ -68,10 +68,8 @@ def output(
     wrap: bool = True,
     exit_code: int = EXIT_DONE,
 ) -> None:
-    """Print `data` as JSON on one line, values as of `run.jsonl`, or `lines` (see `show`).
-
-    Then exit with the code, if it is not 0.
-    """
+    """Print `data` as one line of JSON if `as_json`, else print `lines`. Then exit with
+    `exit_code` unless it is 0."""
     if as_json:
         typer.echo(
             json.dumps(plain(data), default=lambda one: plain(asdict(one)), allow_nan=False)
@@ -83,8 +81,9 @@ def output(
 
 
 def show(lines: Iterable[Line], *, wrap: bool = True) -> None:
-    """Print lines, secrets masked. On a terminal they are wrapped with a hanging indent, unless
-    it shall find `file:line`, or a line to copy, in them. In a file they never are."""
+    """Print lines, secrets masked. On a terminal, long lines are wrapped with a hanging indent
+    if `wrap`. Pass False for lines to copy, or where the terminal shall find `file:line`. Lines
+    in a file are never wrapped."""
     console = Console()
     room = console.width if wrap and console.is_terminal else None
     for line in lines:
@@ -100,8 +99,8 @@ def show(lines: Iterable[Line], *, wrap: bool = True) -> None:
 
 
 def _hanging(text: Text, console: Console) -> Text:
-    """A line in the terminal's width: what has no room stands below the last column, or the
-    label, that ends in its first half at two spaces."""
+    """Wrap a line to the terminal's width. Continued lines begin below the last column or label
+    in its first half. Two spaces end a column or label."""
     label = "".join(text.plain[: console.width // 2].rpartition("  ")[:2])
     head, body = text.divide([len(label)])
     indent = max(len(label), _INDENT)
@@ -113,7 +112,8 @@ def _hanging(text: Text, console: Console) -> Text:
 
 
 def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> list[str]:
-    """Rows in columns as wide as they must be, the first `left` to the left, others right."""
+    """Rows as lines, in columns as wide as needed. The first `left` columns are aligned on the
+    left, the others on the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         gap.join(
@@ -126,11 +126,11 @@ def columns(rows: Sequence[Sequence[str]], left: int = 1, gap: str = "  ") -> li
 
 @dataclass(frozen=True)
 class Table(Generic[Row]):
-    """The columns of a table, and what each says of a row."""
+    """The columns of a table: a title and a function that gives each row's cell."""
 
     columns: Mapping[str, Callable[[Row], str]]
     left: int = 1
-    """Columns that are aligned on the left, the first ones."""
+    """How many of the first columns are aligned on the left."""
     gap: str = "  "
 
     def lines(

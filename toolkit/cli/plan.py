@@ -30,9 +30,9 @@ from toolkit.text.units import GIB, MIB_PER_GIB, human, seconds, size
 _COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow"}
 _ROOM: dict[Room, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 _SHOWN = 8
-"""Strategies in the table."""
+"""How many strategies the table shows."""
 _SMALL = 0.01
-"""Parts below this share of the whole are one."""
+"""Parts below this share of the whole are shown as one."""
 
 Clusters = Annotated[
     list[str],
@@ -99,7 +99,8 @@ def _print_flags(
 
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
-    """A recipe on a cluster, its own or another, for which it is checked as a whole."""
+    """Plan a recipe on its own cluster or another one, for which the whole recipe is
+    checked."""
     recipe = load_recipe(path, overrides, cluster)
     try:
         return plan_recipe(recipe, cluster)
@@ -224,7 +225,8 @@ def _fact(label: str, value: str) -> Text:
 
 
 def _memory(found: Estimate) -> Iterator[Text]:
-    """The memory of a device by part, and whether it fits; that of a node and its disk."""
+    """The memory of a device by part, and whether it fits. Then the memory of a node, and its
+    disk."""
     needed, total, capacity = found.memory_gib, found.memory.total / GIB, found.capacity_gib
     stage = f", pipeline stage {found.memory.stage}" if found.layout.pp > 1 else ""
     line = _fact("memory", f"{size(total)} per process")
@@ -242,13 +244,13 @@ def _memory(found: Estimate) -> Iterator[Text]:
 
 
 def _time(found: Estimate) -> Text:
-    """A step by part."""
+    """The time of a step by part."""
     name, unit = ("s", 1.0) if found.time.total_s >= 1 else ("ms", 1e-3)
     return _fact("time", f"in {name}: {_parts(found.time.parts, unit)}")
 
 
 def _parts(parts: Mapping[str, float], unit: float) -> str:
-    """Parts of a whole in a unit, the small ones as their sum."""
+    """Parts of a whole in a unit. Small parts are shown as their sum."""
     large = {part: one for part, one in parts.items() if one >= _SMALL * sum(parts.values())}
     large["other"] = sum(parts.values()) - sum(large.values())
     shown = (
@@ -260,7 +262,7 @@ def _parts(parts: Mapping[str, float], unit: float) -> str:
 
 
 def _shortfall(planned: Planned) -> Iterator[Text]:
-    """How far off, and what would fit, with the options for it."""
+    """How much memory is missing, and which options would make the recipe fit."""
     found, cluster = planned.search, planned.cluster
     yield Text.assemble(
         (planned.recipe.name, "bold"), f" on {cluster.name}: ", ("does not fit", "red")

@@ -97,8 +97,8 @@ def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
 
 
 def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:
-    """Each part of memory and time, and each symbol that is derived: value, formula, source;
-    then the values of all other symbols."""
+    """Lines of formulas. First each part of memory and time and each derived symbol: value,
+    formula, source. Then the values of all other symbols."""
     for what, parts in derived.items():
         yield Text(f"  why each number: {what}", "dim")
         unit = {"memory": "x_bytes", "time": "x_s"}.get(what, "share")
@@ -120,13 +120,13 @@ def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:
 
 
 def wrapped(text: str, first: str, rest: str, style: str = "") -> Iterator[Text]:
-    """Lines of 80 columns; a NUL is a space at which no line ends."""
+    """Wrap to lines of 80 columns. A NUL stands for a space at which no line may end."""
     lines = wrap(text, 80, initial_indent=first, subsequent_indent=rest)
     yield from (Text(line.replace("\0", " "), style) for line in lines)
 
 
 def _amount(name: str, value: float) -> str:
-    """A value in the unit that its name ends with."""
+    """Format a value in the unit that its name ends with."""
     if name == "share":
         return f"{value:.1%}"
     if not value:

@@ -11,10 +11,10 @@ from toolkit.system.handlers import handling
 
 @contextmanager
 def progress(what: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[..., None]]:
-    """How much of `total` is done, on standard error where that is a terminal.
+    """Show how much of `total` is done, on standard error if that is a terminal.
 
-    Call the result with the bytes that are done, or with what rich's `Progress.update` takes.
-    SIGTERM cleans up as Ctrl-C does.
+    Call the result with the number of bytes done, or with arguments of rich's
+    `Progress.update`. SIGTERM cleans up as Ctrl-C does.
     """
     from rich.progress import (
         BarColumn,

@@ -50,7 +50,7 @@ def recipes() -> None:
 def _row(
     size: str, tasks: Mapping[str, Path], speeds: Mapping[str, float]
 ) -> tuple[int, list[str]]:
-    """The parameters of a size, and its line."""
+    """Return the parameters of a size, and its line."""
     loaded = {task: load_recipe(file) for task, file in tasks.items()}
     first = next(iter(loaded.values()))
     parameters = model_spec(first.model.config or {}).parameters.total

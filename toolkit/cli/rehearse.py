@@ -129,8 +129,8 @@ def rehearse(
 def _in_every_layout(
     recipe: Recipe, patterns: Sequence[str], options: Options, *, as_json: bool
 ) -> None:
-    """Rehearse and print. Exits with 4 where a layout differs; raises RunFailed where none was
-    compared."""
+    """Rehearse and print. Exits with 4 where a layout differs. Raises RunFailed if no layout
+    could be compared."""
     rehearsal = prepare(recipe, options)
     chosen = select(rehearsal.layouts, patterns)
     console = Console(stderr=as_json)
@@ -150,14 +150,14 @@ def _in_every_layout(
 
 
 def _shrunk(rehearsal: Rehearsal) -> str:
-    """One line: what was made smaller, from → to."""
+    """Return one line that shows what was made smaller, from → to."""
     both = zip(*map(_sizes, (rehearsal.original, rehearsal.recipe)), strict=True)
     changes = [f"{name} {was} → {now}" for (name, was), (_, now) in both if was != now]
     return ", ".join([f"rehearsed in {rehearsal.recipe.training.precision}", *changes])
 
 
 def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """What a rehearsal may change."""
+    """Return the sizes that a rehearsal may change."""
     config, training = recipe.model.config, recipe.training
     assert config is not None, "looked up by `prepare`"
     spec = model_spec(config)
@@ -174,7 +174,7 @@ def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _run(
     rehearsal: Rehearsal, chosen: Sequence[RehearsedLayout], options: Options
 ) -> RehearsalResult:
-    """Run, with a bar on standard error where that is a terminal."""
+    """Run the rehearsal, with a bar on standard error if that is a terminal."""
     following = iter([*(one.name for one in chosen), "done"])
     with progress("reference", len(chosen) + 1) as update:
         return run(
@@ -186,7 +186,7 @@ def _run(
 
 
 def _machine_output(result: RehearsalResult) -> dict[str, Any]:
-    """What `--json` prints, where a number that is not finite is a string."""
+    """The data that `--json` prints. A number that is not finite becomes a string."""
     return {
         "reference": asdict(result.reference),
         "layouts": [_entry(one) for one in result.layouts],
@@ -213,7 +213,7 @@ def _entry(one: LayoutResult) -> dict[str, Any]:
 def _row(
     name: str, ranks: int, record: Record, far: Comparison | None = None, verdict: str = ""
 ) -> list[str]:
-    """Numbers of the last step, and the largest relative differences of any."""
+    """The last step's numbers, and the largest relative differences of any step."""
     last = (record.loss[-1:], record.grad_norm[-1:])
     largest = (far.max_rel_loss, far.max_rel_grad_norm) if far else ()
     return [

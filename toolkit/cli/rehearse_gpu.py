@@ -19,7 +19,7 @@ from toolkit.run.assignment import decide
 from toolkit.text.units import GIB, size
 
 _HOLDERS = 12
-"""Holders of memory that are shown."""
+"""How many holders of memory are shown."""
 
 
 def dress_rehearsal(
@@ -59,7 +59,7 @@ def _numbers(text: str | None) -> list[int]:
 
 
 def _machine_output(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> dict[str, Any]:
-    """What `--json` prints."""
+    """The data that `--json` prints."""
     plan, full = rehearsal.assignment.plan, rehearsal.planned.plan.layout
     return {
         "recipe": rehearsal.assignment.recipe.name,

@@ -154,7 +154,8 @@ def _comparison_lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
 
 
 def _settings_lines(records: Sequence[RunRecord]) -> Iterator[str]:
-    """Values of what all runs have, as long as a terminal has room for; names of the others."""
+    """Show the values of settings that all runs have, as long as a terminal has room. Name the
+    other settings."""
     settings = settings_that_differ(records)
     common = {key: values for key, values in settings.items() if all(map(is_stated, values))}
     if common:

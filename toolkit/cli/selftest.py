@@ -28,7 +28,9 @@ def run_self_test(
     *,
     as_json: bool,
 ) -> None:
-    """Run it, with a line about each check and a report that is written after each.
+    """Run the self-test. Print a line about each check and write the report after each.
+    `suites_of` gives the suites for a number of GPUs. If a part failed, exits with 4 and keeps
+    its runs.
 
     `suites_of`: what so many GPUs are tested with. Exits with 4 when a part failed; only then
     its runs are kept.
@@ -54,7 +56,7 @@ def run_self_test(
 
 
 def _lines(checks: Sequence[Check]) -> Iterator[Line]:
-    """A line per check, and under one that failed its bound."""
+    """One line per check. Below a failed check, its bound."""
     wide = [max(len(getattr(check, key)) for check in checks) for key in ("step", "name")]
     for check in checks:
         head = f"{check.step:<{wide[0]}}  {check.name:<{wide[1]}}  "

@@ -1,12 +1,12 @@
-"""The source of each sample of a blend: a function of the weights and its position.
+"""The source of each sample of a blend, computed from the weights and the sample's position.
 
-The sequence is fair at every position: of the first *n* samples, a source of weight *w* (of a
-sum of 1) has more than n·w − 1 and less than n·w + 1. So the k-th sample of a source (k = 0, 1,
-…) has a window, from position ⌊k/w⌋ to position ⌈(k + 1)/w⌉ − 1, and always taking the sample
-whose window closes first meets all windows (Baruah, Cohen, Plaxton and Varvel, "Proportionate
-progress: a notion of fairness in resource allocation", Algorithmica 15, 1996). With whole
-numbers as weights the sequence repeats after their sum: one period is stored, and any position
-is looked up directly.
+The sequence is fair at every position. Of the first *n* samples, a source of weight *w* (of a
+sum of 1) has more than n·w − 1 and less than n·w + 1. So sample k of a source (k = 0, 1, …)
+must come between positions ⌊k/w⌋ and ⌈(k + 1)/w⌉ − 1, its window. At each position, take the
+sample whose window closes first. This meets all windows (Baruah, Cohen, Plaxton and Varvel,
+"Proportionate progress: a notion of fairness in resource allocation", Algorithmica 15, 1996).
+With whole numbers as weights the sequence repeats after their sum. So one period is stored, and
+any position is looked up directly.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,12 @@ import numpy as np
 from toolkit.data.rows import Int64Array
 
 MAX_PERIOD = 2**20
-"""Longest period, in samples: weights that need a longer one are rounded to such parts."""
+"""Longest period, in samples. Weights that need a longer one are rounded to such parts."""
 
 
 class Interleaving:
-    """The endless sequence of sources with the given weights; a source of weight 0 has none."""
+    """The endless sequence of sources with the given weights. A source of weight 0 never
+    comes."""
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
         self.parts = whole_parts(weights)
@@ -77,11 +78,12 @@ def whole_parts(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _one_period(parts: Sequence[int]) -> Int64Array:
-    """The source at each place of a period: of those whose window is open, the one whose
-    window closes first."""
+    """The source at each place of a period. Of the open windows, the one that closes first
+    wins."""
     period = sum(parts)
     waiting = [(0, source, 0) for source, n in enumerate(parts) if n]
-    """(place where the window opens, source, number of its sample), of every next sample."""
+    """(place where the window opens, source, number of its sample), for every source's next
+    sample."""
     ready: list[tuple[int, int, int]] = []
     """(place where the window closes, source, number of its sample)"""
     sources = np.empty(period, dtype=np.int64)

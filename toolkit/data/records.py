@@ -1,7 +1,8 @@
-"""The rows of a source, each with its place: which files hold them, and who reads these.
+"""The rows of a source, each with its place. Finds the files that hold them, and a reader for
+each.
 
-Files named by a path or glob, here or at a URL, are read by `toolkit.data.readers`; rows of hub
-ids, by `datasets`.
+`toolkit.data.readers` reads files named by a path or glob, on disk or at a URL. `datasets`
+reads rows of hub ids.
 """
 
 import logging

@@ -11,9 +11,10 @@ from toolkit.doctor.needs import Needs
 from toolkit.text.units import GIB
 
 OLDEST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
-"""By CUDA's major version: docs.nvidia.com/deploy/cuda-compatibility, minor versions."""
+"""Oldest driver for each major version of CUDA. Source:
+docs.nvidia.com/deploy/cuda-compatibility, minor versions."""
 BF16_CAPABILITY = (8, 0)
-"""Ampere; older GPUs only emulate bf16."""
+"""Least capability with bf16 units (Ampere). Older GPUs only emulate bf16."""
 
 _TORCH = """
 import json, torch, torch.distributed as dist
@@ -31,7 +32,7 @@ _REINSTALL = "pip install --force-reinstall torch"
 
 
 def check(needs: Needs) -> Iterator[Finding]:
-    """Queries torch in a separate process, because a broken driver may crash or hang it."""
+    """Ask torch in a separate process, because a broken driver may crash or hang it."""
     if not is_installed("torch"):
         return  # `packages` says so
     answer = ask_python(_TORCH)

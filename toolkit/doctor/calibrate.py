@@ -32,12 +32,12 @@ _GENERATIONS = (
     ((9, 0), "h100-80gb"),
     ((10, 0), "b200"),
 )
-"""From which CUDA capability on a GPU is like one of the catalogue."""
+"""The least CUDA capability of each generation, and its GPU in the catalogue."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What is measured."""
+    """The machine to measure."""
 
     gpu: str
     """Name of the hardware catalogue, or the device's own where that lacks it."""
@@ -69,8 +69,8 @@ def this_machine(processes: int | None) -> Machine:
 
 
 def check_known(machine: Machine, option: str = "--calibrate") -> None:
-    """Raises BackendUnavailable when the catalogue lacks the machine's GPU: a cluster file
-    states what was measured on top of a data sheet."""
+    """Raise BackendUnavailable if the catalogue lacks the machine's GPU. A cluster file states
+    measurements on top of a data sheet."""
     if machine.gpu not in GPUS:
         raise BackendUnavailable(
             f"{option}: the hardware catalogue does not know {machine.gpu!r}",
@@ -80,8 +80,8 @@ def check_known(machine: Machine, option: str = "--calibrate") -> None:
 
 
 def closest(machine: Machine, option: str) -> Machine:
-    """The machine, with a GPU that the catalogue lacks as one of the same generation: what is
-    compared needs a name, not a data sheet.
+    """The machine, with a catalogue GPU of its generation if the catalogue lacks its own.
+    Comparisons need a name, not a data sheet.
 
     Raises BackendUnavailable for a GPU of none of these generations.
     """

@@ -10,8 +10,8 @@ from typing import Literal
 
 Level = Literal["ok", "note", "warning", "problem"]
 LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
-"""note: good to know. warning: works, but not as well as it could, or not everywhere.
-problem: whatever needs it fails."""
+"""`note`: good to know. `warning`: works, but not as well as it could, or not everywhere.
+`problem`: a setting that needs it fails."""
 
 IMPORT_LIMIT_S = 120.0
 """A first import from a network file system takes a minute."""
@@ -28,9 +28,9 @@ class Finding:
     found: str
     """One line."""
     cost: str = field(default="", kw_only=True)
-    """What it costs to leave it so, in one line; never empty unless `level` is ok."""
+    """The cost of leaving it so, in one line. Empty only if `level` is ok."""
     fix: str = field(default="", kw_only=True)
-    """The command that fixes it; never empty unless `level` is ok."""
+    """The command that fixes it. Empty only if `level` is ok."""
     needed_by: str | None = field(default=None, kw_only=True)
     """The recipe's setting that needs it; None if nothing does, or without a recipe."""
 
@@ -46,7 +46,7 @@ class Finding:
 def lacking(
     name: str, found: str, *, cost: str, fix: str, needed_by: str | None, otherwise: Level
 ) -> Finding:
-    """Something missing: a problem if it is needed, otherwise of level `otherwise`."""
+    """A missing part: a problem if the recipe needs it, otherwise of level `otherwise`."""
     level: Level = "problem" if needed_by else otherwise
     return Finding(name, level, found, cost=cost, fix=fix, needed_by=needed_by)
 
@@ -57,11 +57,11 @@ class Answer:
 
     done: bool
     out: str
-    """Standard output where it was done; otherwise why not, in a line."""
+    """Standard output if the command succeeded, otherwise one line that says why not."""
 
 
 def is_installed(module: str) -> bool:
-    """Whether `import MODULE` would find it; of a dotted name, the parents are imported."""
+    """Whether `import MODULE` would find it. For a dotted name, the parents are imported."""
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:  # a parent is missing, or is what cannot be imported

@@ -23,7 +23,7 @@ class Needs:
     """The requirements, with the settings behind them. `Needs()` is what every recipe needs."""
 
     run: str | None = None
-    """What needs that ranks can run here at all; None without a recipe."""
+    """The setting that needs ranks to run here at all. None without a recipe."""
     packages: Mapping[str, str] = field(default_factory=lambda: {"torch": EVERY_RECIPE})
     """By the distribution's name: the setting that needs it, as `KEY: VALUE`."""
     programs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -33,9 +33,9 @@ class Needs:
     compiles: str | None = None
     """The setting for which torch or Triton compiles kernels."""
     gpus: int = 0
-    """How many this machine must have."""
+    """How many GPUs this machine must have."""
     gpu: str | None = None
-    """The setting that needs them."""
+    """The setting that needs GPUs."""
     precision: str | None = None
     """`bf16` where it must be the GPU's own."""
     several_machines: str | None = None
@@ -136,7 +136,7 @@ def _packages(recipe: Recipe, assignment: Assignment | None) -> Iterator[tuple[s
 
 
 def _ops(assignment: Assignment | None) -> dict[str, str]:
-    """Operators to compile, each with the setting behind it."""
+    """The operators to compile, each with the setting that needs it."""
     if assignment is None:
         return {}
     plan = assignment.plan
@@ -152,8 +152,8 @@ def _ops(assignment: Assignment | None) -> dict[str, str]:
 
 
 def _checkpoint_bytes(assignment: Assignment | None) -> int | None:
-    """fp32 weights, and both of Adam's moments of what trains; with adapters, nothing of what
-    does not train (docs/checkpoints.md)."""
+    """Bytes of fp32 weights and both of Adam's moments for what trains. With adapters, nothing
+    is counted of frozen parameters (docs/checkpoints.md)."""
     if assignment is None:
         return None
     plan, adapted = assignment.plan, assignment.recipe.adapter is not None

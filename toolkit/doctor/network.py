@@ -38,7 +38,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def _host_name(needed_by: str) -> Finding:
-    """What gloo listens on: without GLOO_SOCKET_IFNAME, what the host's name resolves to."""
+    """Check the host's name. gloo listens on its address unless GLOO_SOCKET_IFNAME is set."""
     name, there = socket.gethostname(), interfaces()
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -75,7 +75,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def _interface_variables(needs: Needs) -> Iterator[Finding]:
-    """An interface that is named must be there: gloo and NCCL fail otherwise."""
+    """Check that a named interface is there. Otherwise gloo and NCCL fail."""
     there = interfaces()
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         stated = os.environ.get(variable)
@@ -96,7 +96,8 @@ def _interface_variables(needs: Needs) -> Iterator[Finding]:
 
 
 def _matches(stated: str, there: dict[str, list[str]], exact: bool) -> bool:
-    """gloo takes whole names; NCCL beginnings of names, `=name` and `^not,these`."""
+    """Whether a name matches. gloo takes whole names. NCCL takes beginnings of names, `=name`
+    and `^not,these`."""
     names = [one.strip().partition(":")[0] for one in stated.lstrip("^=").split(",")]
     if exact or stated.startswith("="):
         return all(name in there for name in names)
@@ -104,7 +105,7 @@ def _matches(stated: str, there: dict[str, list[str]], exact: bool) -> bool:
 
 
 def _master(needed_by: str) -> Iterator[Finding]:
-    """MASTER_ADDR, which launchers set and which may be left over in a shell."""
+    """Check MASTER_ADDR. Launchers set it, and a shell may still have an old one."""
     address = os.environ.get("MASTER_ADDR")
     if address is None:
         return
@@ -124,7 +125,7 @@ def _master(needed_by: str) -> Iterator[Finding]:
 
 
 def _wandb_login(needed_by: str) -> Finding:
-    """Whether there is a key; never the key."""
+    """Whether there is a key. The key itself is never shown."""
     from requests.utils import get_netrc_auth  # by way of wandb
 
     server, key = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai", None

@@ -33,15 +33,15 @@ class Package:
     module: str
     """The module that is imported, e.g. `megatron.core`."""
     extra: str = ""
-    """As in `pip install NAME[EXTRA]`."""
+    """The extra's name, as in `pip install NAME[EXTRA]`."""
 
 
 _COMPILED = (
     Package("transformer-engine", "transformer_engine.pytorch"),
     Package("flash-attn", "flash_attn"),
 )
-"""Compiled against torch, so that they may not fit the one that is there; megatron-core and
-transformers import them where they are installed."""
+"""Packages compiled against a version of torch, which may not be the installed one.
+megatron-core and transformers import them if installed."""
 _OPTIONAL = (
     Package("torchao", "torchao"),
     Package("torchft", "torchft"),
@@ -53,7 +53,7 @@ _OPTIONAL = (
 
 
 def _of_every_installation() -> Iterator[Package]:
-    """DMT's own requirements."""
+    """The requirements of DMT itself."""
     yield Package("torch", "torch")
     for engine in BACKENDS.names:
         for name, module in BACKENDS[engine].packages.items():
@@ -63,7 +63,8 @@ def _of_every_installation() -> Iterator[Package]:
 
 
 def _of_choices() -> Iterator[Package]:
-    """What some recipes need: launchers, optimizers, trackers, kernels, object stores."""
+    """Packages that some recipes need: launchers, optimizers, trackers, kernels, object
+    stores."""
     launchers = (LAUNCHERS[name].packages for name in LAUNCHERS.names)
     kinds = (OPTIMIZERS[name].packages for name in OPTIMIZERS.names)
     for texts in (*launchers, *kinds):
@@ -130,7 +131,7 @@ def _import_failure(package: Package, needed_by: str | None) -> str | None:
 
 
 def _requirement(package: Package) -> Requirement:
-    """What DMT's project file asks for, else any version."""
+    """The version that DMT's project file asks for, else any version."""
     extra = f"[{package.extra}]" * bool(package.extra)
     return _stated().get(package.name, Requirement(package.name + extra))
 
@@ -142,7 +143,7 @@ def _install(requirement: Requirement) -> str:
 
 
 def _version(package: Package) -> Version | None:
-    """The installed version; None where the module is not there, whatever pip says."""
+    """The installed version. None if the module is missing, whatever pip says."""
     if not is_installed(package.module.partition(".")[0]):
         return None
     try:
@@ -155,7 +156,8 @@ def _version(package: Package) -> Version | None:
 
 @cache
 def _stated() -> Mapping[str, Requirement]:
-    """The packages that DMT's own project file asks for.
+    """The packages that DMT's own project file asks for. Read from the file in a checkout,
+    otherwise from pip's record.
 
     Of a checkout, the file; of an installed package, what pip kept of it.
     """

@@ -38,9 +38,9 @@ CheckVerdict = Literal["ok", "skipped", "failed"]
 MARK = "# DMT self-test"
 """How a report begins."""
 LIMIT_S = 900.0
-"""A part that takes longer hangs."""
+"""A part that takes longer than so many seconds hangs."""
 SEQUENCE = 128
-"""Tokens of a sequence: fused attention has kernels for it."""
+"""Tokens of a sequence. Fused attention has kernels for this length."""
 BOUNDS: Mapping[Numbers, Bounds] = {
     "fp32": TOLERANCE,
     "bf16": Bounds(5e-4, 2e-2),
@@ -54,7 +54,7 @@ killed. Too few steps follow the checkpoint for the resumed run to be killed aga
 DENSE = RECIPES / "tiny" / "llama-bytes.yaml"
 EXPERTS = RECIPES / "tiny" / "mixtral-bytes.yaml"
 EXPERT_LAYOUTS = ("ddp", "megatron-ep2", "ddp-dp1", "megatron-dp1")
-"""One for either implementation of experts, on several processes and on one."""
+"""A layout for each implementation of experts, on several processes and on one."""
 _QUIET = (
     "logging.trackers=[]", "logging.every_steps=1", "evaluation.every_steps=null",
     "evaluation.batches=1", "checkpoint.export=false", "schedule.warmup_steps=0",
@@ -67,9 +67,9 @@ class Check:
     """One part of the self-test."""
 
     step: str
-    """What is compared, e.g. `llama-bytes bf16`."""
+    """Which recipe is compared, e.g. `llama-bytes bf16`."""
     name: str
-    """In what, e.g. a layout."""
+    """What it is compared in, e.g. a layout."""
     verdict: CheckVerdict
     found: str
     """One line: numbers, or why it failed or was not run."""
@@ -89,7 +89,7 @@ class Suite(NamedTuple):
 
 
 def machine_suites(processes: int) -> list[Suite]:
-    """What so many GPUs are tested with: a dense model, and one with experts."""
+    """The suites for so many GPUs: a dense model, and one with experts."""
     names = {one.name for one in (on_one_process() if processes == 1 else STANDARD)}
     return [
         Suite(load_recipe(DENSE), NUMBERS),
@@ -115,7 +115,7 @@ def gpu_machine(processes: int | None) -> Machine:
 def self_test(
     suites: Sequence[Suite], machine: Machine, folder: Path, options: Options
 ) -> Iterator[Check]:
-    """Run everything, each part in a folder of its own in `folder`."""
+    """Run all parts, each in its own subfolder of `folder`."""
     options = replace(options, processes=machine.processes, gpu=machine.gpu)
     parts = {suite.recipe.name: losses(suite, folder, options) for suite in suites}
     for step, checks in (parts | {"resume": resume(machine, folder / "resume")}).items():
@@ -128,7 +128,7 @@ def self_test(
 
 
 def losses(suite: Suite, folder: Path, options: Options) -> Iterator[Check]:
-    """Train the reference and then every layout, in each kind of numbers."""
+    """Train the reference and then every layout, in each precision."""
     rehearsal = prepare(suite.recipe.with_values({"kernels.fp8": None}), options)
     small = rehearsal.recipe.with_values({"training.sequence_length": SEQUENCE})
     folder = folder / suite.recipe.name
@@ -161,8 +161,9 @@ def losses(suite: Suite, folder: Path, options: Options) -> Iterator[Check]:
 def chosen_layouts(
     recipes_own: RehearsedLayout, processes: int, patterns: Sequence[str] = ()
 ) -> list[RehearsedLayout]:
-    """The recipe's own layout and every engine's, for which `processes` devices are enough and
-    nothing is compiled first. Raises RecipeError for a pattern that matches none."""
+    """The recipe's own layout, and each engine's standard layouts that need at most `processes`
+    devices. Layouts that compile an operator first are left out. Raises RecipeError for a
+    pattern that matches none."""
     offered = on_one_process() if processes == 1 else iter(STANDARD)
     others = [one for one in offered if one.parallel.zero.offload_optimizer == "none"]
     found = [recipes_own, *(one for one in others if one.parallel != recipes_own.parallel)]
@@ -221,7 +222,7 @@ def _launch(
 
 
 def _logged_losses(run: RunDirectory) -> dict[int, float]:
-    """By step."""
+    """The logged losses, by step."""
     return {one["step"]: float(one["loss"]) for one in jsonl.read(run.metrics)}
 
 

@@ -29,7 +29,7 @@ BUDGET_S = 2.5
 REPEATS = range(3, 101)
 """How often an operation is repeated at least and at most."""
 PARTS = 8
-"""The first product's factors have this part of the rows and columns."""
+"""The first product has factors with one in so many rows and columns."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 MIB = 2**20
 
@@ -87,7 +87,7 @@ class Bench:
         return time.perf_counter() - started
 
     def _combined(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
-        """The same number on every rank."""
+        """The average of a number over all ranks."""
         tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(tensor, op=how)
         return float(tensor)
@@ -110,7 +110,8 @@ def measure(ranks: Ranks, sizes: Sizes, tell: Callable[[str], None]) -> Speeds:
 
 
 def _precisions(device: torch.device) -> Iterator[str]:
-    """What the device computes in, but fp8, which needs Transformer Engine's kernels."""
+    """The precisions that the device computes in, except fp8. That needs Transformer Engine's
+    kernels."""
     yield "fp32"
     if device.type == "cuda":
         yield "fp16"
@@ -119,8 +120,8 @@ def _precisions(device: torch.device) -> Iterator[str]:
 
 
 def _matmul_flops(bench: Bench, size: int, dtype: torch.dtype) -> float:
-    """Of the largest product, up to `size`, that takes no longer than the budget: a processor
-    without units for a precision takes minutes for it."""
+    """FLOP/s of the largest product, up to `size`, that stays within the time budget. A
+    processor without units for a precision would take minutes."""
     flops, tried = 0.0, size // PARTS
     while tried <= size:
         left, right = (torch.randn(tried, tried, device=bench.device).to(dtype) for _ in "ab")
@@ -138,7 +139,7 @@ def _memory_bytes_per_s(bench: Bench, nbytes: int) -> float:
 
 
 def _all_reduce(bench: Bench, nbytes: int) -> float:
-    """Bytes per second between neighbours: a ring of n ranks moves 2 (n - 1) / n of the data
+    """Bytes per second between neighbours. A ring of n ranks moves 2 (n - 1) / n of the data
     (Thakur et al. 2005)."""
     large = torch.zeros(nbytes // 4, device=bench.device)
     seconds = bench.seconds(lambda: dist.all_reduce(large))

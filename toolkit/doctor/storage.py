@@ -13,7 +13,7 @@ from toolkit.system.compilers import file_system
 from toolkit.text.units import byte_size
 
 LEAST_BYTES = 64 * 2**20
-"""What a run writes besides checkpoints."""
+"""Bytes that a run writes besides checkpoints."""
 LEAST_SHARED_BYTES = 512 * 2**20
 """NCCL takes about 10 MB per channel and pair of ranks (NVIDIA/nccl#342); a container has
 64 MiB by default."""
@@ -78,7 +78,8 @@ def _nvme(folder: Path) -> Finding:
 
 
 def _shared_memory(folder: Path, needs: Needs) -> Iterator[Finding]:
-    """On machines with GPUs: NCCL's ranks exchange data through it."""
+    """Check shared memory on machines with GPUs, because NCCL's ranks exchange data through
+    it."""
     if not folder.is_dir() or not (needs.gpu or Path("/proc/driver/nvidia").is_dir()):
         return
     usage = shutil.disk_usage(folder)

@@ -53,7 +53,7 @@ def check(needs: Needs) -> Iterator[Finding]:
 
 
 def _to_compile(needs: Needs) -> dict[str, str]:
-    """Operators that the recipe needs and that did not come compiled with DeepSpeed."""
+    """Operators that the recipe needs and that DeepSpeed's package did not bring compiled."""
     try:
         return {op: needs.ops[op] for op in compiled_at_start(tuple(needs.ops))}
     except BackendUnavailable:  # DeepSpeed itself is missing; pip will bring its sources
@@ -61,7 +61,7 @@ def _to_compile(needs: Needs) -> dict[str, str]:
 
 
 def _nvcc(needed_by: str) -> Iterator[Finding]:
-    """CUDA's compiler: DeepSpeed refuses one of another version than torch is built for."""
+    """Check CUDA's compiler. DeepSpeed refuses another version than torch is built for."""
     try:
         built_for = torch_accelerator()
     except BackendUnavailable:

@@ -242,8 +242,8 @@ def new_optimizer(
 
 
 class Unit:
-    """Parameters whose tensors, sharded over ranks or replicated, are updated in one
-    exchange."""
+    """Parameters that are updated together in one exchange. Their tensors are sharded over
+    ranks or replicated."""
 
     run_by_engine = False
     """True: the engine calls `compute`, before all optimizers' steps; otherwise a step does."""

@@ -1,1 +1,2 @@
-"""What not every user needs. The core reaches it through registries and works without it."""
+"""Features that not every user needs. The core finds them through registries and works without
+them."""

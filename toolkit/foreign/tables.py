@@ -1,10 +1,15 @@
 """Other tools' settings as tables: `TOOL.yaml` next to this file, one for each tool.
 
-`carry` leads from their names to the recipe's settings, `must_be` has the values without which
-a file describes another run, `assume` what a setting is where a file leaves it out, `defaults`
-what the tool then does (by the recipe's keys), `changes` settings that change what is learned
-and have no counterpart, by reason, `ignored` those that do not, `rules` what code reads
-(`rules.py`), `renamed` older names. A name may be a pattern: `--log-*`.
+- `carry`: from their names to the recipe's settings.
+- `must_be`: values without which a file describes another run.
+- `assume`: the value of a setting that a file leaves out.
+- `defaults`: what the tool does where a file says nothing, by the recipe's keys.
+- `changes`: settings without counterpart that change what is learned, by reason.
+- `ignored`: settings without counterpart that do not.
+- `rules`: names that code reads (`rules.py`).
+- `renamed`: older names.
+
+A name may be a pattern: `--log-*`.
 """
 
 from collections.abc import Iterable, Mapping

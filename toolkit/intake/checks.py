@@ -39,10 +39,10 @@ def broken_rules(recipe: Recipe) -> Iterator[Problem]:
 
 
 def steps_with(recipe: Recipe, samples: int) -> int:
-    """Optimizer steps of a run with so many samples of training data in an epoch.
+    """Optimizer steps of a run whose epoch has so many samples.
 
-    Raises RecipeError where the schedule is longer: of `training.epochs` this is the first
-    time that their steps are known.
+    Raises RecipeError if the schedule is longer. With `training.epochs` the number of steps is
+    not known before.
     """
     steps = recipe.training.total_steps(samples)
     assert steps is not None
@@ -62,7 +62,7 @@ ONLY_WITH: dict[str, tuple[str, ...]] = {
     "model.balance.coefficient": ("model.balance.kind", "sequence_loss", "bias"),
     "model.balance.bias_update": ("model.balance.kind", "bias"),
 }
-"""Settings that mean something with some values of another setting only: that setting, the
+"""Settings that matter only with some values of another setting: that setting, and the
 values."""
 NEEDED_WITH = {
     "schedule.decay_steps": ("schedule.name", "wsd", "an integer ≥ 1"),
@@ -75,7 +75,7 @@ NEEDED_WITH = {
     ),
     "model.balance.bias_update": ("model.balance.kind", "bias", "above 0, e.g. 0.001"),
 }
-"""Settings that a value of another setting needs: that setting, the value, what is needed."""
+"""Settings that a value of another setting needs: that setting, its value, what is needed."""
 _RAMP = "training.batch_ramp"
 EITHER = {
     "schedule.warmup_ratio": "schedule.warmup_steps",
@@ -83,7 +83,7 @@ EITHER = {
     "model.freeze": "adapter",
     _RAMP: "data.stages",
 }
-"""Settings that exclude each other; a default is no statement."""
+"""Settings that exclude each other. A default does not count as stated."""
 
 
 def _default(key: str) -> object:
@@ -161,7 +161,7 @@ def _learning_rates(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _optimizer(recipe: Recipe) -> Iterator[Problem]:
-    """Settings that the optimizer does not read would change nothing."""
+    """Refuse settings that the optimizer does not read, because they would change nothing."""
     optimizer = recipe.optimizer
     name, kind = optimizer.name, optimizer.kind
     for key in kind.unused:
@@ -203,7 +203,8 @@ def _model_config(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _router_loss(recipe: Recipe) -> Iterator[Problem]:
-    """The loss that transformers itself adds depends on how a batch is split."""
+    """Refuse the router loss that transformers adds itself. It depends on how a batch is
+    split."""
     if (recipe.model.config or {}).get("output_router_logits"):
         yield Problem(
             "model.config.output_router_logits",
@@ -227,7 +228,7 @@ def _balanced_experts(recipe: Recipe, config: dict[str, Any]) -> Iterator[Proble
 
 
 def _positions(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
-    """A sequence longer than the positions that the recipe states for the model."""
+    """Refuse a sequence longer than the positions that the recipe states for the model."""
     length = recipe.training.sequence_length
     if (most := model_rules.exceeded_positions(config, length)) is not None:
         key = "training.sequence_length"
@@ -236,8 +237,8 @@ def _positions(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _dynamic_frequencies(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
-    """transformers scales these positions by the longest document of a micro batch: the loss
-    would depend on which documents share one."""
+    """Refuse positions that transformers scales by the longest document of a micro batch. The
+    loss would depend on which documents share one."""
     length, whole = recipe.training.sequence_length, read(config).config
     rope_type, limit = rope_type_of(whole), frequencies_limit(whole)
     if not recipe.data.isolates:
@@ -252,7 +253,8 @@ def _dynamic_frequencies(recipe: Recipe, config: dict[str, Any]) -> Iterator[Pro
 
 
 def _model_in_parallel(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
-    """Settings of `parallel` that the model's shape forbids; checked if each is valid."""
+    """Refuse settings of `parallel` that the model's shape forbids. Checked once each is valid
+    by itself."""
     if not legality.problems(recipe.parallel, recipe.cluster):
         yield from model_rules.problems(PlanRequest.of(recipe, recipe.cluster, config))
 
@@ -271,7 +273,7 @@ def _nvme(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _ramp(recipe: Recipe) -> Iterator[Problem]:
-    """A batch that grows ends at the whole one."""
+    """Check that a growing batch ends at the whole one."""
     ramp, whole = recipe.training.batch_ramp, recipe.training.global_batch_size
     if ramp is not None and ramp.start >= whole:
         fix = "set it to less, or remove training.batch_ramp"
@@ -280,9 +282,9 @@ def _ramp(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _batch(recipe: Recipe) -> Iterator[Problem]:
-    """Every rank takes the same number of whole micro batches per step, also while the batch
-    grows; how many ranks share the batch is judged where the recipe leaves no choice, otherwise
-    by the planner."""
+    """Check that every rank takes the same number of whole micro batches per step, also while
+    the batch grows. The number of ranks is judged only if the recipe leaves no choice.
+    Otherwise the planner judges it."""
     ranks = legality.data_parallel(recipe.parallel, recipe.cluster) or 1
     batch, micro = recipe.training.global_batch_size, recipe.training.micro_batch_size
     key, ramp = "training.global_batch_size", recipe.training.batch_ramp
@@ -306,7 +308,8 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _accelerator(recipe: Recipe) -> Iterator[Problem]:
-    """An accelerator that the catalogue lacks, or that does not compute in the precision."""
+    """Refuse an accelerator that the catalogue lacks, or that cannot compute in the
+    precision."""
     stated = recipe.cluster.gpu
     try:
         device = accelerator(stated)
@@ -350,7 +353,8 @@ def _moving(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _following(recipe: Recipe) -> Iterator[Problem]:
-    """A schedule, an early end or a best checkpoint without validations would do nothing."""
+    """Refuse a schedule, early end or best checkpoint that follows validations, if there are
+    none."""
     validated, saved = recipe.evaluation.every_steps, recipe.checkpoint.every_steps
     keep, steps = recipe.checkpoint.keep_best, recipe.total_steps()
     key = "checkpoint.every_steps"
@@ -383,7 +387,7 @@ def _containers(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _elastic(recipe: Recipe) -> Iterator[Problem]:
-    """Every number of machines that an elastic run may have must be possible."""
+    """Check that every number of machines that an elastic run may have is possible."""
     launch, nodes = recipe.launch, recipe.cluster.nodes
     elastic, able = launch.elastic, LAUNCHERS[launch.launcher]
     if elastic is None:

@@ -17,7 +17,8 @@ def _validation(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _objective(recipe: Recipe) -> Iterator[Problem]:
-    """Packed text has no pairs, and conversations have tokens that are not to be trained."""
+    """Refuse data for another objective. Packed text has no pairs. Conversations have tokens
+    that are not to be trained."""
     data, objective = recipe.data, recipe.training.objective
     trained = {key: one.kind for key, one in data.named_sources if key.startswith("data.train")}
     for key, kind in trained.items():
@@ -40,8 +41,7 @@ def _objective(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _forms(recipe: Recipe) -> Iterator[Problem]:
-    """Settings that mean something for chats only, or for documents, and validation data of
-    another form."""
+    """Refuse settings for another form of data, and validation data of another form."""
     data, kind = recipe.data, recipe.data.kind
     forms = {_form(source) for source in data.sources}
     documents, chats = "documents" in forms, forms != {"documents"}
@@ -74,7 +74,8 @@ def _form(source: Source) -> str:
 
 
 def _sources(recipe: Recipe) -> Iterator[Problem]:
-    """What means something in a list of sources only, or for chats and preferences."""
+    """Refuse settings that only matter in a list of sources, or only for chats and
+    preferences."""
     for key, source in recipe.data.named_sources:
         for name in ("weight", "epochs"):
             value = getattr(source, name)
@@ -88,7 +89,8 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _shares(recipe: Recipe) -> Iterator[Problem]:
-    """Every source of a list has a unique title, and a weight or epochs like all others."""
+    """Check that every source of a list has a title of its own. Each must have a weight, or
+    each epochs."""
     data = recipe.data
     if not isinstance(data.train, tuple):
         return
@@ -118,7 +120,8 @@ def _shares(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:
-    """Stages begin one after the other; each has a weight for every source of a list."""
+    """Check that stages begin one after the other, each with a weight for every source of a
+    list."""
     data, before = recipe.data, 0
     titles = {source.title for source in data.sources}
     for number, stage in enumerate(data.stages):

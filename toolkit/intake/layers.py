@@ -1,7 +1,7 @@
-"""From a recipe file to what it states: reading, `extends`, `--set`, relative paths.
+"""From a recipe file to its settings: reading, `extends`, `--set`, relative paths.
 
-Each file is a layer on top of those that it extends, of which a later one is on top of
-an earlier one, with the overrides of the command line on top of all.
+A file overrides the files it extends. Of these, a later one overrides an earlier one.
+Command-line overrides win over all.
 """
 
 import re
@@ -45,13 +45,13 @@ MAX_FILES = 16
 """Most files that a recipe may be made of."""
 
 _TAGS = ("kind", "model_type")
-"""Keys that say what the other keys of their map mean."""
+"""Keys that decide the meaning of the other keys in their map."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Everything that was read for one recipe."""
+    """All settings and files that were read for one recipe."""
 
     merged: Stated
     """The whole recipe, without `extends`."""
@@ -79,7 +79,8 @@ def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[Stated, list[Problem]]:
-    """What `KEY.PATH=VALUE` texts state, a later one on top, and the mistakes in them."""
+    """Read `KEY.PATH=VALUE` texts. A later one wins. Returns what they state, and the
+    mistakes."""
     problems: list[Problem] = []
     each = [_override(text, problems) for text in overrides]
     stated = reduce(merge, each, Stated({}, {}))
@@ -130,10 +131,10 @@ class _Files:
     problems: list[Problem]
 
     def read(self, path: Path, chain: tuple[Path, ...], origin: Problem) -> None:
-        """Append what a file states, then the files that it extends, the last one first.
+        """Append the settings of a file, then of the files that it extends, the last one first.
 
-        `chain`: the files that led to this one. `origin` is the place to blame when it cannot
-        be read.
+        `chain` holds the files that led to this one. If it cannot be read, the error blames
+        `origin`.
         """
         if len(self.layers) == MAX_FILES:
             raise self.stop(origin, "more files", f"at most {MAX_FILES}", "extend fewer files")
@@ -155,8 +156,8 @@ class _Files:
                 self.read(parent, (*chain, path), place)
 
     def composed(self, path: Path, size: Path, task: str, origin: Problem) -> Stated:
-        """The recipe SIZE-TASK, which is no file, as one: what the size's file states under
-        `tasks`, on top of the size and of what all recipes of the task share."""
+        """The recipe SIZE-TASK, composed as if it were a file. The size's own `tasks` go on top
+        of the size and of what all recipes of the task share."""
         whole, inside = self.parsed(size, origin), ("tasks", task)
         if isinstance(whole.data.get("tasks"), dict | None) and not whole.states(inside):
             fix = _similar(path, origin)
@@ -171,7 +172,7 @@ class _Files:
         return Stated({**data, "extends": [str(shared), size.name]}, places)
 
     def parsed(self, path: Path, origin: Problem) -> Stated:
-        """What a file states, a map."""
+        """The settings that a file states, a map."""
         name = normpath(path)
         text = self.text(path, name, origin)
         try:
@@ -213,7 +214,8 @@ class _Files:
     def wrong_tasks(
         self, path: Path, stated: Stated, *, is_extended: bool
     ) -> Iterator[Problem]:
-        """What cannot be a task of a size. A size is no run: it stops as the recipe itself."""
+        """Refuse entries that cannot be tasks of a size. A size alone is no run, so reading it
+        stops here."""
         tasks = stated.data["tasks"]
         if isinstance(tasks, dict) and not is_extended:
             names = ", ".join(normpath(path.with_name(one)) for one in composed_names(path))
@@ -233,7 +235,7 @@ class _Files:
     def extended(
         self, stated: Stated, path: Path, chain: Sequence[Path], key: str
     ) -> list[tuple[Path, Problem]]:
-        """The files named by `extends`, each with the place that names it, there called
+        """The files named by `extends`. Each comes with the place of its name, whose setting is
         `key`."""
         named, parents = stated.data["extends"], []
         paths: list[KeyPath] = [("extends",)]
@@ -261,7 +263,7 @@ class _Files:
 
 
 def _override(text: str, problems: list[Problem]) -> Stated:
-    """What a `KEY.PATH=VALUE` text states: nothing if it cannot be read."""
+    """The settings of a `KEY.PATH=VALUE` text. Empty if it cannot be read."""
     key, equals, value = text.partition("=")
     key = key.strip()
     parts, nothing = tuple(key.split(".")), Stated({}, {})
@@ -296,7 +298,7 @@ def _real(path: Path) -> Path:
 
 
 def _similar(path: Path, origin: Problem) -> str:
-    """The fix for a file that is not there, which the command line or `extends` names."""
+    """The fix for a missing file that the command line or `extends` names."""
     extends = origin.key == "extends"
     if not extends and _HUB_ID.fullmatch(str(path)) and path.suffix not in (".yaml", ".yml"):
         return f"for a model of the hub: dmt init {path} --cluster NODESxGPUSxNAME"

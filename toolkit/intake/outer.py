@@ -10,8 +10,8 @@ _KEY = "parallel.outer"
 
 
 def outer_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Settings that disagree with it: those whose meaning depends on all samples, or on one
-    run's validation losses, are not available."""
+    """Settings that `parallel.outer` does not allow. Their meaning depends on all samples, or
+    on one run's validation losses."""
     if (outer := recipe.parallel.outer) is None:
         return
     if outer.replica is not None and outer.replica >= outer.replicas:

@@ -63,7 +63,8 @@ from toolkit.text.terminal import tell
 JOIN_LIMIT_S = 600
 """How long an agent waits for the other machines, at the start and after a failure."""
 RAY_JOIN_LIMIT_S = 30 * 24 * 3600
-"""That under Ray, which starts the others when it has room, and whose driver gives up."""
+"""How long an agent waits under Ray. Ray starts the others when it has room, and its driver
+gives up by itself."""
 FIRST_CALL_S, LAST_CALL_S = 10, 3
 """How long the first meeting of an elastic run waits for more than `min_nodes` machines, and
 how long one after that; a machine that comes later is taken in without the loss of a step."""
@@ -77,7 +78,7 @@ _TALKATIVE = (
     "rendezvous.dynamic_rendezvous",
     "rendezvous.c10d_rendezvous_backend",
 )
-"""Modules of torch that log tracebacks about what is told here in a line."""
+"""torch's modules that log a traceback where DMT tells one line."""
 _RESIZING = "dmt/resizing"
 """Key in the store of a meeting: its ranks are stopped because a machine waits."""
 _LEFT = "dmt/left"
@@ -109,7 +110,7 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outco
 
 
 def _without_the_others(run: RunDirectory, offset: int, error: Exception) -> Outcome:
-    """How a run ended whose other machines have left, or did not come."""
+    """The outcome of a run whose other machines have left or did not come."""
     ends = [one for one in read_events(run.events, offset) if one["kind"] in ("start", "end")]
     code = ends[-1].get("exit_code") if ends else None
     if code in (EXIT_DONE, EXIT_RESUMABLE):
@@ -140,7 +141,8 @@ def _parameters(meeting: Meeting) -> RendezvousParameters:
 
 
 def _interruptible(make: Callable[[], Any], signals: StopSignals) -> Any:
-    """What `make` returns, or its error; raises StopRequested while it waits in C++ code."""
+    """Return the result of `make`, or raise its error. Raises StopRequested while it waits in
+    C++ code."""
     results: list[Any] = []
 
     def work() -> None:
@@ -178,35 +180,35 @@ class Agent(SimpleElasticAgent):
             )
         )
         self.outcome = Outcome(EXIT_FAILED)
-        """The last one of this machine's ranks."""
+        """The last outcome of this machine's ranks."""
         self._spec, self._signals, self._several = spec, signals, meeting.several
         self._directory = RunDirectory(spec.run_dir)
         self._newest = newest_step(self._directory)
         self._watch: RankWatch | None = None
         self._offset = 0
         self.met: set[Any] = set()
-        """The machines of the last meeting."""
+        """The machines in the last meeting."""
         self._failed = False
-        """Whether a rank of this machine has failed since."""
+        """Whether a rank of this machine has failed since that meeting."""
         self._restart: Mapping[str, Any] = {}
-        """Fields of the event about the restart to come."""
+        """Fields of the event about the next restart."""
 
     def run(self, role: str = "default") -> RunResult:
-        """See torch's. Raises RendezvousClosedError for a machine that waited beyond
-        `max_nodes` until the end of the run, StopRequested if it is asked to stop."""
+        """Run torch's agent. Raises RendezvousClosedError for a machine that waited beyond
+        `max_nodes` until the run ended. Raises StopRequested if it is asked to stop."""
         result: RunResult | None = super().run(role)
         if result is None:
             raise RendezvousClosedError
         return result
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        """One for torch's log, without this machine's full name: where no name server answers,
-        each look-up waits."""
+        """An event for torch's log, without this machine's full name. Looking it up waits each
+        time if no name server answers."""
         return Event(state, source)
 
     @property
     def _meeting(self) -> Any:
-        """The meeting as the store has it; at most a second old."""
+        """The meeting as the store has it, at most a second old."""
         handler: Any = self._worker_group.spec.rdzv_handler
         handler.num_nodes_waiting()
         return handler._state_holder.state
@@ -223,7 +225,7 @@ class Agent(SimpleElasticAgent):
         self.met, self._failed = set(handler._state_holder.state.participants), False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        """Start this machine's ranks at their places."""
+        """Start this machine's ranks, each with its place."""
         self._offset = events_offset(self._directory.path)
         if self._restart and not self._several:  # where there are several, rank 0 writes it
             EventLog(self._directory.events).write("restart", **self._restart)
@@ -232,7 +234,7 @@ class Agent(SimpleElasticAgent):
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
     def _placed(self, worker_group: WorkerGroup) -> LaunchSpec:
-        """The ranks with their places among those of all machines, at a port that is free."""
+        """Give each rank its place among those of all machines, at a free port."""
         if not self._several:
             # Rank 0 listens there only after its imports: no port of outgoing connections.
             port = {"MASTER_PORT": str(free_port())}
@@ -256,7 +258,9 @@ class Agent(SimpleElasticAgent):
         return replace(self._spec, env={**self._spec.env, **shared}, rank_env=places)
 
     def _lost_a_machine(self) -> bool:
-        """Whether one of the meeting is gone, other than to meet again with a new one.
+        """Whether a machine of the meeting is gone for another reason than to meet again with a
+        new one. A single machine is never lost, as its own agent is late only after all
+        processes paused.
 
         One machine is never lost: its own agent is late only after a pause of all processes.
         """
@@ -280,7 +284,7 @@ class Agent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def _ended(self, outcome: Outcome, worker_group: WorkerGroup) -> RunResult:
-        """What torch does about the end of this machine's ranks."""
+        """Tell torch how to go on after the end of this machine's ranks."""
         self.outcome = outcome
         if outcome.exit_code in (EXIT_DONE, EXIT_RESUMABLE):
             values = {worker.global_rank: None for worker in worker_group.workers}

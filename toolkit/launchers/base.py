@@ -36,16 +36,16 @@ RENDEZVOUS_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Set by an outer launcher, they would connect the workers to another run."""
+"""Variables of an outer launcher. They would connect the workers to another run."""
 
 NODE_ADDRESS = "DMT_NODE_ADDRESS"
-"""Variable with this machine's address for the others, where Ray knows it: names of machines
-may not be known to each other."""
+"""Variable with the address by which other machines reach this one, where Ray knows it. They
+may not know its name."""
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_S = 10.0
 
 PORTS = range(20_000, 32_000)
-"""Below Linux's range for outgoing connections, so that none of these takes the port."""
+"""Ports below Linux's range for outgoing connections, which could otherwise take one."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def recipe_file(self) -> Path:
-        """Where `recipe` is kept for workers that plan it themselves."""
+        """Where `recipe` is kept for workers that plan it again."""
         return RunDirectory(self.run_dir).handed_over
 
 
@@ -89,13 +89,13 @@ class Meeting:
     """How the agents of machines that each run `dmt launch` find each other."""
 
     endpoint: str
-    """`HOST:PORT` of one of them."""
+    """`HOST:PORT` of one of the machines."""
     name: str
     max_restarts: int
     least: int = 1
-    """Machines without which the run waits."""
+    """The run waits until so many machines have come."""
     most: int = 1
-    """Machines beyond it wait until one is lost."""
+    """Further machines wait until one is lost."""
     elastic: bool = False
     """Whether machines may leave and join."""
 
@@ -118,9 +118,9 @@ class LaunchSpec:
     rank_env: tuple[Mapping[str, str], ...] = ({},)
     """One process is started per entry, with these variables in addition to `env`."""
     grace_s: float = math.inf
-    """Time that ranks have to save and exit after a stop request, before they are killed."""
+    """Time that ranks have to save and exit after a stop request. Then they are killed."""
     files: Mapping[Path, str] = field(default_factory=dict)
-    """Written before anything is started."""
+    """Files to write before anything is started."""
     meeting: Meeting | None = None
     """Meeting of this machine's agent; it gives ranks on several machines their places."""
 
@@ -204,7 +204,7 @@ class Starter(Protocol):
 
 
 def starter(launcher: str) -> Starter:
-    """What starts the ranks of a launcher, by its name."""
+    """The starter of a launcher, by the launcher's name."""
     made: Starter = load(LAUNCHERS[launcher].starter)()
     return made
 
@@ -223,7 +223,8 @@ _SETTINGS = (
 
 
 def settings_here() -> dict[str, str]:
-    """Variables of this environment that ranks on other machines need, too; never a secret."""
+    """Variables of this environment that ranks on other machines need, too. Secrets are left
+    out."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -266,8 +267,8 @@ def submit(launcher: str, spec: LaunchSpec, fix: str) -> Outcome:
 
 
 def check_loopback() -> None:
-    """Raise BackendUnavailable unless this machine's processes can connect to each other at
-    the address where ranks meet: they would try for minutes, without an error."""
+    """Raise BackendUnavailable unless this machine's processes can connect at the ranks'
+    meeting address. Otherwise they would try for minutes without an error."""
     try:
         with socket.create_server((LOOPBACK, 0)) as server:
             socket.create_connection(server.getsockname(), timeout=_LOOPBACK_S).close()

@@ -16,10 +16,10 @@ from toolkit.run.assignment import Assignment
 EXPANDABLE = "expandable_segments:True"
 """Expandable segments of GPU memory avoid fragmentation (docs/cluster.md)."""
 EXACT_PINNED = "pinned_max_round_threshold_mb:1"
-"""torch rounds pinned buffers, a rank's copy of its training state, up to powers of two: only
-those below 1 MiB now."""
+"""torch rounds pinned buffers up to powers of two. These hold a rank's copy of its training
+state. With this setting only those below 1 MiB are rounded."""
 _KNOWS_EXACT_PINNED = Version("2.13")
-"""The first torch in which the setting was tested: an older one refuses unknown names."""
+"""The first torch in which the setting was tested. An older one refuses unknown names."""
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """torch reads the first of the last two that is set, and otherwise the first one
 (c10/cuda/CUDAAllocatorConfig.h)."""

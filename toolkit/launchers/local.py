@@ -69,7 +69,7 @@ class LocalStarter:
 
 
 def _meeting(job: Job) -> Meeting:
-    """How the machines of a job find each other."""
+    """How the machines of a job meet."""
     launch, nodes = job.launch, job.cluster.nodes
     if launch.rendezvous is None:
         raise PlanError(

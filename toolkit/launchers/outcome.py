@@ -46,9 +46,9 @@ class RankExit:
 def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outcome:
     """Name the failed rank and show the end of its log.
 
-    Rank 0 has the terminal: its output there is not printed again. `offset`: where the events
-    of this launch begin. `seen`: the ranks that were seen to fail first. Ranks that only lost
-    another are not named if another one failed by itself or reported a reason.
+    Rank 0 has the terminal, so its output is not printed again. `offset` is where the events of
+    this launch begin. `seen` holds the ranks that were seen to fail first. A rank that failed
+    only because it lost a peer is not blamed. It is named only if no other cause is known.
     """
     events = read_events(RunDirectory(run_dir).events, offset)
     causes = [rank for rank in seen if not _lost_another(events, rank)]
@@ -73,7 +73,7 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
 
 
 def _told(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool:
-    """Whether the rank reported why it failed, or died silently."""
+    """Whether the rank reported its failure, instead of dying silently."""
     end = {"kind": "end", "exit_code": failed.code, "rank": failed.rank}
     return any("error" in event and end.items() <= event.items() for event in events)
 
@@ -94,7 +94,8 @@ def log_tail(path: Path) -> str:
 
 
 def _first_failure(events: Sequence[Mapping[str, Any]]) -> RankExit | None:
-    """The first rank that reported why it failed, otherwise the first that lost another."""
+    """The first rank that reported its failure. Without one, the first that lost another
+    rank."""
     end = cause_in(events) or next((e for e in _ends(events) if e.get("error")), None)
     if end is None:
         return None
@@ -102,7 +103,7 @@ def _first_failure(events: Sequence[Mapping[str, Any]]) -> RankExit | None:
 
 
 def not_retryable(events: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a rank reported a failure that would come again; says so."""
+    """Whether a rank reported a failure that would come again. Prints it."""
     found = any(event.get("retry") is False for event in _ends(events))
     if found:
         tell("not started again: it would not help, the message above says what may")
@@ -115,7 +116,7 @@ def newest_step(run: RunDirectory) -> int:
 
 
 def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
-    """Why a launch failed, in one line: a hang, otherwise a rank's error, otherwise the
+    """Why a launch failed, in one line. A hang comes first, then a rank's error, then the
     launcher's reason.
 
     A killed rank reports nothing, but its peers report that they lost it.

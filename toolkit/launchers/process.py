@@ -109,10 +109,10 @@ class Deadline:
         self._at = math.inf
 
     def start(self, seconds: float) -> None:
-        """Set it, unless it is earlier already."""
+        """Set the time, unless an earlier one is set."""
         self._at = min(self._at, time.monotonic() + seconds)
 
     @property
     def passed(self) -> bool:
-        """True if it has passed."""
+        """True if the time has passed."""
         return time.monotonic() >= self._at

@@ -114,11 +114,11 @@ class RankWatch(RankProcesses):
         self._failed: list[RankExit] = []
         self._deadline = Deadline()
         self._saved = False
-        """Whether the ranks that were killed after `launch.grace_s` had saved."""
+        """Whether the ranks had saved when they were killed after `launch.grace_s`."""
         super().__init__(spec, on_terminal=True)
 
     def watch(self) -> bool:
-        """Pass on what was requested, and wait for a moment; false when no rank runs."""
+        """Pass on stop requests, and wait for a moment. Returns False when no rank runs."""
         if not self.running():
             return False
         if self._signals.kill_requested:
@@ -144,7 +144,7 @@ class RankWatch(RankProcesses):
         self.signal(SIGTERM)
 
     def outcome(self) -> Outcome:
-        """How ranks that have all ended did so; a failure is told."""
+        """How the ranks, which have all ended, did so. A failure is printed."""
         if self._saved:
             return Outcome(EXIT_RESUMABLE)
         self._note_failure()

@@ -23,7 +23,7 @@ _LEFT_TO_DEFAULTS: Mapping[str, tuple[str, str]] = {
     ),
     "time": ("the partition's default ends the job", "=HH:MM:SS"),
 }
-"""Options of sbatch without which the cluster decides: the consequence, and a value."""
+"""Options of sbatch that the cluster decides if missing: the consequence, and a value."""
 _OF_ANY_JOB = ("partition", "account", "qos", "time")
 """Options that a node which joins the run needs, too."""
 _WARNING = re.compile(r"^# (WARNING: no --.*)$", re.MULTILINE)

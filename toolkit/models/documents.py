@@ -28,16 +28,16 @@ IMPLEMENTATION = "documents"
 _HAS_GROUPS = "enable_gqa" in signature(varlen_attn).parameters
 """torch 2.12 has it, 2.11 repeats keys and values."""
 _WIDTHS = 8
-"""FlashAttention's head sizes are multiples of it."""
+"""FlashAttention's head sizes are multiples of this."""
 _INPUTS = ("position_bias", "indices", "block_indices")
-"""What some of transformers' layers also pass to their attention, and this one lacks."""
+"""Arguments that some of transformers' layers pass to attention, and this one lacks."""
 _find_documents = masking_utils.find_packed_sequence_indices
 _takes_grouped_heads = sdpa_attention.use_gqa_in_sdpa
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a layer makes of q·k."""
+    """How a layer changes q·k."""
 
     scale: float | None = None
     """None: 1 / √size."""
@@ -65,7 +65,7 @@ class SplitAttention(Protocol):
 
     @property
     def degree(self) -> int:
-        """Over how many ranks."""
+        """The number of ranks that share a row."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, ends: Tensor, scores: Scores
@@ -79,7 +79,7 @@ class _Batch(NamedTuple):
 
 
 _batches: list[_Batch] = []
-"""What the model computes now, if that is known."""
+"""The batches being computed, the innermost last. Empty if unknown."""
 
 
 def register() -> None:
@@ -94,8 +94,8 @@ def register() -> None:
 def takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool:
     """Whether attention gets grouped key heads, or repeated ones.
 
-    On CUDA only the flash kernel supports grouped heads, and only in 16 bits: in fp32 torch
-    would fall back to plain products, which keep all scores [batch, heads, sequence, sequence].
+    On CUDA only the flash kernel supports grouped heads, and only in 16 bits. In fp32 torch
+    would use plain products, which keep all scores [batch, heads, sequence, sequence].
     """
     if key.is_cuda and key.dtype == torch.float32:
         return False
@@ -104,8 +104,8 @@ def takes_grouped_heads(mask: Tensor | None, key: Tensor, value: Tensor) -> bool
 
 @contextmanager
 def of(batch: MicroBatch, split: SplitAttention | None = None) -> Iterator[None]:
-    """Context in which models isolate the documents of `batch`: whole rows, of which the model
-    is given this rank's part where there is a `split`.
+    """Context in which models isolate the documents of `batch`, whose rows are whole. With
+    `split`, the model is given only this rank's part of them.
 
     transformers would derive them from the positions, which makes the host wait for the GPU.
     """
@@ -141,8 +141,8 @@ def attend(
 def band(
     length: int, window: int | None, device: torch.device, keys: int | None = None
 ) -> Tensor:
-    """bool [length, keys]: the keys that each query sees, itself and `window` previous ones or
-    all. The last query is that of the last key."""
+    """bool [length, keys]: the keys that each query sees. These are its own, and `window`
+    previous ones or all. The last query is that of the last key."""
     keys = length if keys is None else keys
     place = torch.arange(keys, device=device)
     return sees(place[keys - length :, None] - place, window)
@@ -242,10 +242,10 @@ def products(
     scores: Scores,
     random: float = 0.0,
 ) -> Tensor:
-    """[batch, heads, sequence, size] and keys and values of [batch, groups, …] → [batch, heads,
-    sequence, size of values] by matrix products, with transformers' fp32 softmax: what no fused
-    kernel computes. `mask`: bool, or what is added to the scores; `random`: share of dropped
-    weights."""
+    """Attention by matrix products, with transformers' fp32 softmax, for what no fused kernel
+    does. `q` is [batch, heads, sequence, size], `k` and `v` are [batch, groups, …]. Returns
+    [batch, heads, sequence, size of values]. `mask`: bool, or a term added to the scores.
+    `random`: the share of weights that dropout removes."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     weights = q @ k.mT * (q.shape[-1] ** -0.5 if scores.scale is None else scores.scale)
     if scores.cap is not None:

@@ -34,13 +34,12 @@ class Objective(ABC):
     one, as keyword arguments; stateless."""
 
     reads: tuple[str, ...] = ()
-    """Its inputs in addition to token ids and labels: optional fields of `MicroBatch`, or names
-    in its `extra`."""
+    """Optional inputs that it needs: fields of `MicroBatch`, or names in its `extra`."""
     metrics: tuple[str, ...] = ()
     """Names of the metrics logged in addition to the loss, each also divided by the global
     count."""
     data_kinds: tuple[str, ...] = ()
-    """Values of `data.train.kind` that it trains on; empty: any."""
+    """Values of `data.train.kind` that it trains on. Empty: any."""
     blended_kinds: tuple[str, ...] = ()
     """Kinds that a list of sources may also have."""
     rows_per_sample = 1
@@ -98,8 +97,9 @@ class Pretrain(Objective):
 
 
 class Sft(Pretrain):
-    """Supervised fine-tuning: the same on the trained tokens of conversations, which chat data
-    chooses. Of documents in the same list, all are trained."""
+    """Supervised fine-tuning: the loss of `Pretrain` on the trained tokens of conversations.
+    Chat data chooses these tokens. For other documents in the same list, all tokens are
+    trained."""
 
     data_kinds = ("chat",)
     blended_kinds = Pretrain.data_kinds

@@ -127,7 +127,8 @@ def _terms(
     log_probs: "Tensor",
     **more: "Tensor",
 ) -> LossTerms:
-    """Sums over the pairs that count: `losses` and `more` are of pairs, the others of rows."""
+    """Sums over the pairs that count. `losses` and `more` are given per pair, the others per
+    row."""
     chosen, rejected = rewards[0::2], rewards[1::2]
     values = {
         "rewards/chosen": chosen,

@@ -1,4 +1,5 @@
-"""What an optimizer is: everything about it but its arithmetic, in one object without torch.
+"""An optimizer's description: everything about it but its arithmetic, in one object without
+torch.
 
 The update rule and the plain reference of a rehearsal are named as `module:attribute` and
 imported where they run. Another package adds an optimizer by an entry point in the group
@@ -28,7 +29,7 @@ class Quantity(NamedTuple):
 
     dtype: str = "float32"
     shape: Callable[[Shape], Shape] = lambda shape: shape
-    """The shape, from that of the tensor."""
+    """The shape of the state, from that of the tensor."""
 
     def nbytes(self, shape: Shape) -> int:
         """Bytes of the state of a tensor of this shape."""
@@ -47,17 +48,18 @@ class WholeTensors:
     moments: tuple[str, ...] = ()
     """Those of `MOMENTS` that every holder of a tensor keeps for its elements."""
     quantities: Mapping[str, Quantity] = field(default_factory=dict)
-    """What else it stores, by its name in checkpoints."""
+    """Further states that it stores, by their names in checkpoints."""
     owned: Callable[[Shape], tuple[str, ...]] = lambda _shape: ()
     """The states that the owner of a tensor keeps: `quantities`, or whole `MOMENTS`."""
     sent: str = "float32"
     """The dtype in which gradients are sent to the owner, and updates back."""
     by_replicas: bool = True
-    """Ranks that hold a whole tensor all update it, which costs less than sending it."""
+    """Whether ranks that all hold a whole tensor each update it. That costs less than sending
+    it."""
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes per element that is sent."""
+        """Bytes per element sent."""
         return 4 if self.sent == "float32" else 2
 
     def states(self, shape: Shape) -> dict[str, Quantity]:
@@ -65,7 +67,7 @@ class WholeTensors:
         return {name: self.quantities.get(name, Quantity()) for name in self.owned(shape)}
 
     def owner_bytes(self, shape: Shape) -> int:
-        """Bytes of these states."""
+        """Bytes of the owner's states."""
         return sum(state.nbytes(shape) for state in self.states(shape).values())
 
 
@@ -83,14 +85,14 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ledger:
-    """What a plan's ledger lists: (what, why)."""
+    """What a plan's ledger says of the optimizer. Each entry is (what, why)."""
 
     states: str
-    """States of the optimizer: which, and in what precision."""
+    """Which states the optimizer has, and in what precision."""
     exact: tuple[str, str] | None = None
     approximated: tuple[str, str] | None = None
     amplified: tuple[str, str] | None = None
-    """Approximated where gradients are not equal to the last digit in all layouts."""
+    """An approximation that shows only where layouts' gradients differ in the last digit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,17 +100,17 @@ class OptimizerKind:
     """An optimizer that `optimizer.name` chooses."""
 
     title: str
-    """What its users call it."""
+    """The name that users know."""
     reference: str
     """The function (settings, list of `Trained`) → list of torch's optimizers, for one process
     and by other means than the `rule`."""
     ledger: Ledger
     whole: WholeTensors | None = None
-    """None: every engine's own AdamW."""
+    """None if the optimizer is every engine's own AdamW."""
     unused: tuple[str, ...] = ()
-    """Settings of `optimizer` that it does not read."""
+    """Settings of `optimizer` that this one does not read."""
     aliases: tuple[str, ...] = ()
-    """Other tools' names of it, in lowercase letters: errors suggest it."""
+    """Other tools' names of it, in lowercase letters. Errors suggest it instead."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     """The name in other tools' configurations (`deepspeed.json`,
     `TrainingArguments`); one that is missing cannot state it."""
@@ -117,10 +119,12 @@ class OptimizerKind:
     no_adapter: str = ""
     """Why it does not train adapters; empty if it does."""
     largest_rate: float = 3e-4
-    """`dmt rehearse` lowers the rate to this: larger steps amplify rounding. In ten steps of
-    AdamW, 3e-3 turned 1e-7 into 3e-5, and so did 1e-3 with experts, whose routing jumps."""
+    """`dmt rehearse` lowers the rate to this, because larger steps amplify rounding. In ten
+    steps of AdamW, 3e-3 turned 1e-7 into 3e-5. So did 1e-3 with experts, whose routing
+    jumps."""
     gives_up: str = ""
-    """What a run gives up that changes from AdamW to it in order to fit into memory."""
+    """What a run loses that changes from AdamW to this optimizer in order to fit into
+    memory."""
 
 
 ADAMW = OptimizerKind(

@@ -122,8 +122,8 @@ class Search:
         return [self.best, *others] if self.fits else []
 
     def strategies(self, most: int, *, stages: bool = False) -> list[Estimate]:
-        """The best of each engine and set of degrees, with `stages` also of each ZeRO stage,
-        best first."""
+        """At most `most` estimates, best first: the best of each engine and set of degrees.
+        With `stages`, the best of each ZeRO stage as well."""
         found: dict[object, Estimate] = {}
         for one in chain((self.best,), self.ranked):
             layout = one.layout

@@ -17,7 +17,7 @@ from toolkit.removed import VALUES
 
 @dataclass(frozen=True)
 class Foreign:
-    """Where a foreign setting went."""
+    """Which setting of ours stands for a setting of another tool."""
 
     target: str | None
     """Dotted path of our setting; None when there is none, because it is derived."""

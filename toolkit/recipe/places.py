@@ -110,7 +110,7 @@ _WORDS = {"model.hub": "bytes", "data.tokenizer": "bytes", "data.chat_template":
 
 
 def located(value: Any, folder: Path, key: str = "") -> Any:
-    """Settings with each path among them made absolute: it is relative to `folder`."""
+    """`value` with each path in it made absolute. A relative one starts at `folder`."""
     if isinstance(value, dict):
         inside = f"{key}." if key else ""
         return {name: located(one, folder, f"{inside}{name}") for name, one in value.items()}

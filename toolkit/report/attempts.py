@@ -32,7 +32,7 @@ class Attempt:
 
     @property
     def began(self) -> float:
-        """When its processes were asked for; under another launcher, when they began to run."""
+        """When its processes were asked for. Under another launcher, when they began to run."""
         first = self.events[0]
         for event in self.of("start") if not begins(first) else ():
             return time_of(event) - (amount(event, "seconds") or 0.0)
@@ -40,24 +40,24 @@ class Attempt:
 
     @property
     def load_s(self) -> float:
-        """Loading a checkpoint."""
+        """Seconds for loading checkpoints."""
         return seconds_of(self.of("load"))
 
     @property
     def replay_s(self) -> float:
-        """Doing steps again that were done before a kill."""
+        """Seconds for steps done again that were done before a kill."""
         return seconds_of(self.of("replay"))
 
     @property
     def stopped(self) -> bool:
-        """It saved and left after a signal; nothing failed."""
+        """Whether it saved and left after a signal, without a failure."""
         codes = {number(event, "exit_code") for event in self.of("end")}
         return EXIT_RESUMABLE in codes and codes <= {EXIT_DONE, EXIT_RESUMABLE}
 
     @property
     def hung(self) -> float | None:
-        """When it came to a halt; None where nothing hung. The event is written when that is
-        found, `idle_s` later."""
+        """When it came to a halt. None if nothing hung. The event is written `idle_s` later,
+        when the halt is found."""
         for event in self.of("hang"):
             return time_of(event) - (amount(event, "idle_s") or 0.0)
         return None
@@ -105,7 +105,7 @@ def time_of(event: Event) -> float:
 
 
 def number(event: Event, name: str) -> float | None:
-    """A field that is a number, also one written as `NaN`; None when it is missing."""
+    """A field that is a number, also one written as `NaN`. None if it is missing."""
     value = event.get(name)
     try:
         return None if value is None else float(value)
@@ -114,7 +114,7 @@ def number(event: Event, name: str) -> float | None:
 
 
 def of_plan(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a plan.json predicts, nothing where it is damaged."""
+    """The predictions of a plan.json. Empty if it is damaged."""
     predicted = plan.get("predicted")
     return predicted if isinstance(predicted, dict) else {}
 

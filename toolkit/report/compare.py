@@ -35,13 +35,13 @@ class RunDifference:
     """A run next to the first one."""
 
     steps: int
-    """Logged in both."""
+    """Steps that both runs logged."""
     unequal: LossPair | None
     """The first losses that differ at all."""
     beyond: LossPair | None
     """The first losses that differ by more than rounding."""
     last: LossPair | None
-    """At the last step that both logged."""
+    """The losses at the last step that both logged."""
     speed: float | None
     """Median tokens per second over that of the first run."""
 
@@ -77,7 +77,7 @@ class RunDifference:
 
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:
-    """The run directories; of several, what tells them apart."""
+    """Short names of the run directories. For several, the part of the path that differs."""
     paths = [str(record.run.path) for record in records]
     folder = os.path.commonpath([Path(path).absolute().parent for path in paths])
     return paths[:1] if len(paths) == 1 else [os.path.relpath(path, folder) for path in paths]
@@ -101,7 +101,7 @@ def _tree(record: RunRecord) -> dict[str, Any]:
 
 
 def _by_number(value: Any) -> Any:
-    """A list of sections as a section of them, so that each setting is compared by itself."""
+    """A list of sections as one map, so that each setting is compared by itself."""
     if isinstance(value, list) and any(isinstance(one, dict) for one in value):
         value = {str(index): one for index, one in enumerate(value)}
     if isinstance(value, dict):
@@ -127,7 +127,8 @@ def difference(first: RunRecord, other: RunRecord) -> RunDifference:
 
 
 def median_speed(metrics: Sequence[Metrics]) -> float | None:
-    """Tokens per second; of the first line, which warms up, only where it is the only one."""
+    """Median tokens per second. The first line, which warms up, counts only if it is the only
+    one."""
     speeds = [speed for line in metrics if (speed := amount(line, "tokens_per_s")) is not None]
     return statistics.median(speeds[1:] or speeds) if speeds else None
 

@@ -55,7 +55,7 @@ class Goodput:
     parts_s: Mapping[str, float]
     """Seconds by name of `PARTS`, which add up to `total_s`."""
     idle_s: float
-    """Between starts nothing ran; not in `total_s`."""
+    """Seconds between starts, when nothing ran. Not in `total_s`."""
 
     @property
     def share(self) -> float | None:
@@ -93,7 +93,7 @@ def goodput(events: Sequence[Event], metrics: Sequence[Metrics]) -> Goodput:
 
 
 def _steps_s(metrics: Sequence[Metrics]) -> dict[int, tuple[int, float]]:
-    """By the last step of each line: how many steps it stands for, and seconds of one."""
+    """For the last step of each line: how many steps it covers, and seconds per step."""
     found: dict[int, tuple[int, float]] = {}
     before = 0
     for line in metrics:
@@ -108,14 +108,14 @@ def _steps_s(metrics: Sequence[Metrics]) -> dict[int, tuple[int, float]]:
 def _unlogged_tail_s(
     found: Sequence[Attempt], steps_s: Mapping[int, tuple[int, float]]
 ) -> float:
-    """How long the last start trained after its last event, as its metrics say."""
+    """How long the last start trained after its last event, according to its metrics."""
     last = found[-1].step if found else 0
     ends = steps_s.items() if found else ()
     return sum(min(count, step - last) * each for step, (count, each) in ends if step > last)
 
 
 def _skipped_s(found: Sequence[Attempt], steps_s: Mapping[int, tuple[int, float]]) -> float:
-    """A skipped step takes as long as the others of its line."""
+    """Seconds of skipped steps. Each takes as long as the other steps of its line."""
     lasts = [*steps_s]
     spent = 0.0
     steps = {step_of(event) for one in found for event in one.of("skip")}

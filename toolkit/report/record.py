@@ -23,9 +23,9 @@ from toolkit.text.units import duration
 _TAIL = 1 << 16
 """Bytes at the end of a metrics file that hold its last line."""
 _ALIVE_S = 60.0
-"""Where files have no locks, a run that has written nothing for that long counts as ended."""
+"""A run counts as ended if it wrote nothing for so long. Used where files have no locks."""
 _DEEPEST = 5
-"""Folders below the one that is searched for runs."""
+"""How deep folders below the given one are searched for runs."""
 
 
 @dataclass
@@ -48,12 +48,12 @@ class RunRecord:
 
     @cached_property
     def spent(self) -> Goodput:
-        """Where its time went."""
+        """The parts that the run's time went to."""
         return goodput(self.events, self.metrics)
 
     @cached_property
     def pace(self) -> list[str]:
-        """Sentences of the last event of each straggler, and of the last move of samples."""
+        """The last message about each straggler, and about the last move of samples."""
         found = {
             (event.get("kind"), event.get("slow_rank")): str(event.get("message", ""))
             for event in self.events
@@ -62,13 +62,14 @@ class RunRecord:
         return [*found.values()]
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """What there is to say of it, after a label."""
+        """Labelled lines about the run."""
         yield from self.summary.rows()
         yield from (("pace", sentence) for sentence in self.pace)
 
 
 def _summary(run: RunDirectory, events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
-    """Without a recorded end, a run lives where its lock is held, or it wrote lately."""
+    """The summary. Without a recorded end, a run is alive if its lock is held or it wrote
+    lately."""
     found = summarize(events, metrics)
     silent_s = time.time() - last_written(run)
     if found.ending.state != "running" or silent_s < _ALIVE_S or _claimed(run):
@@ -80,8 +81,9 @@ def _summary(run: RunDirectory, events: Sequence[Event], metrics: Sequence[Metri
 def read_lines(
     path: Path, missing: list[str], valid: Callable[[Any], Any] = dict
 ) -> list[dict[str, Any]]:
-    """The objects in a JSON Lines file as `valid` returns them; one for which it returns None
-    is damaged. `missing` gets a sentence where the file could not be read whole."""
+    """The objects in a JSON Lines file, each passed through `valid`. A line for which `valid`
+    returns None is damaged and left out. If the file cannot be read whole, a sentence is added
+    to `missing`."""
     try:
         lines = read_bytes(path, jsonl.LARGEST).split(b"\n")
     except (OSError, ValueError) as error:
@@ -191,7 +193,7 @@ class RunLine:
     step: int
     loss: float | None
     age_s: float
-    """Since it last gave a sign of life."""
+    """Seconds since the run's last sign of life."""
     damaged: list[str]
     """Files that could not be read whole, one sentence each."""
 

@@ -12,7 +12,7 @@ from toolkit.report.goodput import Metrics
 from toolkit.run.comparison import differences
 
 DATA_BOUND = 0.1
-"""From this share of the step time on, a run is bound by its data."""
+"""If data waits take at least this share of the step time, data limits the run."""
 
 RunState = Literal["running", "stopped", "failed", "done"]
 
@@ -75,9 +75,9 @@ class Summary:
     tokens: int | None
     """Unmasked tokens consumed up to the last logged step; None before one is logged."""
     losses: tuple[Loss, Loss] | None
-    """First and last that are logged."""
+    """The first and the last logged loss."""
     validation: Loss | None
-    """The last one."""
+    """The last validation."""
     starts: int
     restarts: tuple[str, ...]
     """Why the launcher restarted the workers, each time that they had failed."""

@@ -39,8 +39,8 @@ from toolkit.text.terminal import tell
 from toolkit.text.units import GIB
 
 MEETING = "DMT_ELASTIC_MEETING"
-"""Variable with the number of the meeting of elastic agents, or of Ray's workers, that started
-these ranks, from 0; unset under other launchers."""
+"""Variable with the number, from 0, of the meeting of elastic agents or Ray's workers that
+started these ranks. Unset under other launchers."""
 CUT_OFF_LIMITS = 4
 """Time limits (`launch.hang_timeout_s`) after which a rank that was cut off has ended: three in
 its first step, and a while to look at the others."""
@@ -166,7 +166,7 @@ def _with_commits(recipe: Recipe, run_dir: Path) -> Recipe:
 
 
 def _of_hub(path: str) -> bool:
-    """Whether the path of a loaded recipe, in which local ones are absolute, is a hub id."""
+    """Whether a loaded recipe's path is a hub id. Local paths in it are absolute."""
     return not (is_remote(path) or path.startswith(("/", "~")) or Path(path).exists())
 
 
@@ -224,10 +224,10 @@ def assign(
     command: Sequence[str],
     world: int,
 ) -> Assignment:
-    """Plan and write the run directory of `world` ranks started by another launcher.
+    """Plan, and write the run directory, for `world` ranks that another launcher started.
 
-    Raises PlanError when the recipe's cluster has another number, or the environment says
-    differently from the recipe what would corrupt the run.
+    Raises PlanError if the recipe's cluster has another number of ranks. Also if the
+    environment contradicts the recipe in a way that would corrupt the run.
     """
     recipe = load_recipe(recipe_path, overrides)
     if _came_back_resized(recipe, world):
@@ -247,8 +247,8 @@ def assign(
 def check_local_files(
     recipe: Recipe, path: Path | None = None, overrides: Sequence[str] = ()
 ) -> None:
-    """Raises RecipeError for files that the recipe names and that are missing here or cannot be
-    used; with the recipe's `path` and `overrides`, at the lines that name them."""
+    """Raise RecipeError for files of the recipe that are missing here or cannot be used. Given
+    `path` and `overrides`, errors state the lines that name them."""
     problems = [*local_problems(recipe)]
     if path is not None:
         problems = [placed(one, path, overrides) for one in problems]

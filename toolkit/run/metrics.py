@@ -60,12 +60,12 @@ class MetricsLog:
 
     @classmethod
     def resume(cls, path: Path, step: int, events: EventLog) -> "MetricsLog":
-        """Continue behind `step` (0: from the start).
+        """Continue after `step` (0: from the start).
 
-        Lines of later steps, left by a run that was stopped after its last checkpoint, are
-        dropped together with a partial last line: these steps are repeated. An event `resume`
-        at `step` records this, also if nothing was saved (step 0), and an event `replay` up to
-        which logged step they are done again, and how long they took.
+        A run that was stopped after its last checkpoint leaves lines of later steps. They and a
+        partial last line are dropped, because these steps are repeated. An event `resume`
+        records `step`, also if it is 0. An event `replay` records the steps to repeat and how
+        long they took.
         """
         dropped = jsonl.drop_later_steps(path, step)
         if step > 0 or dropped:

@@ -28,7 +28,7 @@ _KINDS: dict[Task, str] = {
     "dpo": "preference",
 }
 _COLUMNS = {"chat": ("instruction", "output"), "preference": ("prompt", "chosen", "rejected")}
-"""The columns of a row of texts, by the kind of data."""
+"""The columns that hold a row's texts, by the kind of data."""
 
 
 def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
@@ -67,7 +67,7 @@ def _without(section: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def source_of(data: Path, task: Task) -> dict[str, Any]:
-    """The source that reads the file, from the names and contents of its columns."""
+    """The source to read the file with, chosen by the names and contents of its columns."""
     if not data.is_file():
         raise PlanError(f"--data: {data} is no file", fix="name a file of text, or of rows")
     columns, _ = columns_of(data)
@@ -111,8 +111,8 @@ def source_of(data: Path, task: Task) -> dict[str, Any]:
 
 
 def count_samples(recipe: Recipe, data: Path) -> int | None:
-    """Samples of the file, tokenised for it and forgotten; None if it is large or its tokenizer
-    is not here."""
+    """Count the samples of the file. The tokens are not kept. None if the file is large or its
+    tokenizer is not here."""
     if data.stat().st_size > COUNTED_BYTES:
         return None
     if count_tokens(recipe.data.tokenizer) is None:

@@ -26,7 +26,7 @@ _TOKENS_PER_PARAMETER = 20
 """The best use of a given amount of computation (Hoffmann et al. 2022, arXiv:2203.15556)."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 _LONGEST = 4096
-"""Tokens of a sequence of a task whose shared part states none."""
+"""Tokens of a sequence if the task's shared part states none."""
 _SIZES = (
     # Brown et al. 2020, arXiv:2005.14165, table 2.1: parameters, tokens of a batch, peak
     # learning rate.
@@ -59,7 +59,8 @@ def draft(model: str, cluster: Cluster, task: Task) -> Recipe:
 
 
 def _shipped_size(model: str) -> str | None:
-    """The shipped size of this name or, without a folder of the name, of this hub id."""
+    """The shipped size of this name. Without a folder of the name, also the size of this hub
+    id."""
     sizes = shipped_sizes()
     if model in sizes or Path(model).is_dir():
         return model if model in sizes else None
@@ -181,12 +182,13 @@ def _name(folder: Path, task: Task) -> str:
 
 
 def legal_name(name: str, otherwise: str) -> str:
-    """A recipe's name, in letters that a folder of runs may have; `otherwise` without any."""
+    """The name in letters that a folder of runs may have. `otherwise` if none are left."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or otherwise
 
 
 def _config(model: str, source: str) -> Mapping[str, Any]:
-    """The model's Hugging Face config; an unknown name and a missing cache are two errors."""
+    """The model's Hugging Face config. An unknown name and a missing cache raise different
+    errors."""
     try:
         return model_config(ModelSection(hub=source))
     except ShapeUnknown as error:
@@ -215,7 +217,8 @@ def lacks_tokenizer(folder: Path) -> bool:
 
 
 def _has_template(folder: Path) -> bool:
-    """Does the tokenizer have a chat template? Not known of a hub id: training then asks."""
+    """Whether the tokenizer has a chat template. Not known for a hub id, where training asks
+    for it."""
     stated = folder / "tokenizer_config.json"
     if not folder.is_dir() or (folder / "chat_template.jinja").exists():
         return True

@@ -35,9 +35,9 @@ class Imported:
 
     text: str
     left: tuple[str, ...]
-    """Settings that are not carried, one a line."""
+    """Settings that are not carried, one per line."""
     problem: str = ""
-    """Why it cannot be planned as it is; empty where it can."""
+    """Why the recipe cannot be planned as it is. Empty if it can."""
 
 
 def import_files(
@@ -47,11 +47,11 @@ def import_files(
     given_task: Task | None,
     data: Path | None,
 ) -> Imported:
-    """The recipe of `paths`. `model`, the cluster, the task and `data` are what the user states
-    in addition.
+    """The recipe of the files in `paths`. `model`, the cluster, the task and `data` are stated
+    by the user.
 
-    Raises RecipeError for a file that cannot be read, has what is not understood or contradicts
-    another, PlanError where something is missing that only the user knows.
+    Raises RecipeError for a file that cannot be read, is not understood or contradicts another.
+    Raises PlanError if only the user knows what is missing.
     """
     cluster = None if given_cluster is None else find_cluster(given_cluster)
     found = read_together(paths, "--from")
@@ -86,7 +86,7 @@ def import_files(
 
 
 def _put(found: Found, key: str, value: object, origin: str) -> None:
-    """A value that no file states, unless one does."""
+    """Put a value, unless a file states one."""
     found.values.setdefault(key, Carried(value, ForeignSetting(origin, None, "")))
 
 
@@ -107,7 +107,7 @@ def _shape(found: Found) -> dict[str, Any]:
 
 
 def _leave_credentials(found: Found) -> None:
-    """Values with a credential in them are not carried."""
+    """Leave out values that hold a credential."""
     for key, one in [*found.values.items()]:
         if _is_secret(key, one.value):
             del found.values[key]
@@ -133,7 +133,7 @@ def _masked(one: Left) -> Left:
 
 
 def _stated_cluster(found: Found, ranks: int | None) -> Cluster:
-    """On CPUs, as far as the files say so; otherwise only the user knows the accelerators."""
+    """The cluster if the files name CPUs. Otherwise only the user knows the accelerators."""
     nodes = found.number("cluster.nodes")
     per_node = found.number("cluster.gpus_per_node", max(1, (ranks or 8) // nodes))
     if found.value("cluster.gpu") == "cpu":
@@ -161,7 +161,7 @@ def _task(found: Found, given: Task | None) -> Task:
 def _base(
     found: Found, model: str | None, config: Mapping[str, Any], cluster: Cluster, task: Task
 ) -> Recipe:
-    """The recipe that `dmt init` would write for the model, for what the files do not state."""
+    """The recipe of `dmt init` for the model. It fills what the files do not state."""
     hub = found.value("model.hub")
     shape = next(iter(found.shape.values()), None)
     if model is not None:
@@ -188,7 +188,7 @@ def _base(
 
 
 def _add_required(found: Found, base: Recipe, task: Task, given: bool) -> None:
-    """Add what a recipe requires, or a model or task implies, and the files do not state."""
+    """Add what a recipe requires, or a model or task implies, if the files do not state it."""
     dumped = base.model_dump(exclude_unset=True)
     for key, value in dumped["model"].items():
         _put(found, f"model.{key}", value, "the model")
@@ -218,7 +218,7 @@ def _add_required(found: Found, base: Recipe, task: Task, given: bool) -> None:
 
 
 def _add_data(found: Found, task: Task, data: Path | None) -> None:
-    """The data: `--data`, the files', or a placeholder."""
+    """Add the data: from `--data`, from the files, or a placeholder."""
     if data is not None:
         for key in [key for key in found.values if f"{key}.".startswith("data.train.")]:
             found.remove(key, f"--data {data} states it")
@@ -240,7 +240,7 @@ def _add_data(found: Found, task: Task, data: Path | None) -> None:
 
 
 def _add_validation(found: Found) -> None:
-    """Evaluation needs validation data, which the files may leave to a script."""
+    """Add validation data, which evaluation needs and the files may leave to a script."""
     sides = ("data.validation_fraction", "data.validation")
     if found.value("evaluation.every_steps") and not any(map(found.value, sides)):
         found.values.pop("data.validation_fraction", None)

@@ -55,8 +55,8 @@ def starter(
 
 
 def stated(recipe: Recipe) -> dict[str, Any]:
-    """What the file states: a layout that is `auto`, and what the cluster decided, also where
-    the source left it to its default."""
+    """The settings to write: an `auto` layout, and the values that the cluster decided. They
+    are written even if the source left them to their defaults."""
     shown = recipe.model_dump(exclude_unset=True)
     decided = {
         name: getattr(recipe.training, name) for name in ("global_batch_size", "precision")
@@ -75,7 +75,7 @@ def stated(recipe: Recipe) -> dict[str, Any]:
 
 
 def _comments(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str]]:
-    """What the plan makes of open settings, by dotted name."""
+    """The planned values of open settings, by dotted name."""
     training, layout = recipe.training, plan.layout
     tokens = training.batches.tokens(1)
     yield "model", f"{plan.parameters:,} parameters"
@@ -102,7 +102,7 @@ def _offload(layout: Layout) -> Iterator[str]:
 
 
 def _promise(recipe: Recipe, cluster: Cluster, plan: Plan, found: Estimate) -> Iterator[str]:
-    """Memory, speed and length of the run."""
+    """Predicted memory, speed and length of the run."""
     capacity, total = cluster.gpu.memory_gib, found.memory.total / GIB
     verdict = "" if plan.fits else "DOES NOT FIT (see `dmt plan`): "
     limit = "" if capacity is None else f" of {capacity:g}"

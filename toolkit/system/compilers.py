@@ -14,7 +14,7 @@ import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 from toolkit.errors import BackendUnavailable
 
 NETWORK_SYSTEMS = ("nfs", "lustre", "gpfs", "ceph", "fuse", "beegfs", "9p", "cifs", "wekafs")
-"""File systems of other machines, by the beginnings of their names."""
+"""File systems on other machines, by the beginnings of their names."""
 CPP = "C++ compiler"
 HEADERS = "Python headers"
 
@@ -24,14 +24,14 @@ class Missing:
     """Something that a build needs and this machine lacks."""
 
     name: str
-    """Of the tool."""
+    """Name of the tool."""
     what: str
     fix: str
 
 
 def compiler(variable: str, usual: Sequence[str]) -> list[str]:
-    """The command that an environment variable names, or the first usual one that is there;
-    empty where there is none."""
+    """The compiler's command: the one that an environment variable names, or the first usual
+    one found. Empty without one."""
     commands = [shlex.split(os.environ[variable])] if variable in os.environ else None
     for command in commands or ([one] for one in usual):
         if command and shutil.which(command[0]) is not None:
@@ -40,7 +40,7 @@ def compiler(variable: str, usual: Sequence[str]) -> list[str]:
 
 
 def missing_compiler(name: str, variable: str, usual: Sequence[str]) -> Iterator[Missing]:
-    """The compiler `name`, where it is not there."""
+    """Yield the compiler `name` if it is missing."""
     if compiler(variable, usual):
         return
     stated = variable in os.environ
@@ -54,7 +54,7 @@ def missing_compiler(name: str, variable: str, usual: Sequence[str]) -> Iterator
 
 
 def missing_headers() -> Iterator[Missing]:
-    """Python's headers, where they are not there."""
+    """Yield Python's headers if they are missing."""
     headers = Path(sysconfig.get_path("include"))
     if not (headers / "Python.h").is_file():
         yield Missing(
@@ -66,8 +66,8 @@ def missing_headers() -> Iterator[Missing]:
 
 
 def missing_for_torch_compile(*, on_gpu: bool) -> list[Missing]:
-    """What torch.compile lacks here: it writes C++ for CPUs; for GPUs Triton's kernels, which a
-    C compiler wraps."""
+    """Yield what torch.compile lacks here. It writes C++ for CPUs. For GPUs it writes Triton's
+    kernels, which a C compiler wraps."""
     if on_gpu:
         lacking = missing_compiler("C compiler", "CC", ("gcc", "clang", "cc"))
     else:
@@ -76,12 +76,12 @@ def missing_for_torch_compile(*, on_gpu: bool) -> list[Missing]:
 
 
 def user_cache() -> Path:
-    """Where this user's caches are."""
+    """The folder of this user's caches."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 def file_system(path: Path) -> str:
-    """The kind of file system that `path` is on: `ext4`, `tmpfs`, `nfs4`; else `unknown`."""
+    """The kind of file system that holds `path`: `ext4`, `tmpfs`, `nfs4`, … or `unknown`."""
     over = [
         one for one in psutil.disk_partitions(all=True) if path.is_relative_to(one.mountpoint)
     ]
@@ -91,11 +91,11 @@ def file_system(path: Path) -> str:
 
 
 def private_folder(*names: str) -> Path:
-    """A folder under DMT's cache for code that will be executed: created, and private to this
-    user. If the home directory is on another machine, it is in this one's temporary folder:
-    the processes of all nodes would write the same files.
+    """Create a folder under DMT's cache for code that will be executed, private to this user.
 
-    Raises BackendUnavailable where another user owns it or may write to it.
+    If the home directory is on another machine, use this machine's temporary folder. Otherwise
+    all nodes would write the same files. Raises BackendUnavailable where another user owns it
+    or may write to it.
     """
     folders = [(user_cache() / "dmt").joinpath(*names)]
     stated = os.environ.get("XDG_CACHE_HOME")

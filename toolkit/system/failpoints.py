@@ -27,7 +27,7 @@ _FORM = re.compile(
 class _Fault:
     action: str
     rank: str | None
-    """The rank that it is for; None for every one."""
+    """The rank to fail. None for every rank."""
     hit: int
     """How many times the point has still to be passed."""
 

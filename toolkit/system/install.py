@@ -41,8 +41,8 @@ def install(extra: str) -> str:
 
 
 def optional(module: str, extra: str, what: str, otherwise: str = "") -> Any:
-    """A module of an optional part. Raises BackendUnavailable where it cannot be imported: its
-    message begins with `what` needs it, its fix ends with what to do `otherwise`."""
+    """Import a module of an optional part. Raises BackendUnavailable if that fails. The message
+    begins with `what` needs it. The fix ends with what to do `otherwise`."""
     try:
         return import_module(module)
     except ImportError as error:
@@ -52,7 +52,8 @@ def optional(module: str, extra: str, what: str, otherwise: str = "") -> Any:
 
 
 def source() -> str:
-    """Where DMT can be installed from again, as `pip install` takes it.
+    """Where to install DMT from again, as `pip install` takes it. A checkout, the wheel or
+    address that pip was given, or a release from the index.
 
     A checkout, the wheel or address that pip was given, else the release of an index.
     """
@@ -66,7 +67,7 @@ def source() -> str:
 
 
 def plain(requirement: Requirement) -> str:
-    """As the project file has it, the lower bound first, without its marker."""
+    """The requirement as in the project file, the lower bound first, without its marker."""
     bounds = ",".join(sorted(map(str, requirement.specifier), reverse=True))
     extras = f"[{','.join(sorted(requirement.extras))}]" * bool(requirement.extras)
     return f"{requirement.name}{extras}{bounds}"

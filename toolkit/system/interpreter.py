@@ -16,12 +16,13 @@ import toolkit
 _CHECKOUT = Path(toolkit.__file__).parents[1]
 _SCRIPT = "launch/train.py"
 TRAIN = _SCRIPT if (_CHECKOUT / _SCRIPT).is_file() else "-m toolkit.train"
-"""What your own launcher starts on each rank, before RECIPE: a wheel has no `launch/`."""
+"""The command that another launcher starts on each rank, before RECIPE. A wheel has no
+`launch/`."""
 
 
 def safe_path() -> bool:
-    """Whether new processes leave the working directory out: always, unless DMT itself is
-    imported from there (a checkout that is not installed)."""
+    """Whether new processes leave the working directory out. False only if DMT itself is
+    imported from there, from a checkout that is not installed."""
     return Path.cwd() != _CHECKOUT
 
 
@@ -37,7 +38,7 @@ def program(name: str) -> str | None:
 
 
 SAFE = ("-P",)
-"""Python's option for it; PYTHONSAFEPATH=1 does the same."""
+"""Python's option that leaves the working directory out. PYTHONSAFEPATH=1 does the same."""
 
 
 @contextmanager
@@ -56,7 +57,8 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def hidden(package: str) -> Iterator[None]:
-    """Let an import that is tried in this block find no such package, unless it is imported."""
+    """Inside this block, importing `package` fails. A package that is already imported stays
+    usable."""
     if package in sys.modules:
         yield
         return

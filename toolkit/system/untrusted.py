@@ -1,7 +1,7 @@
-"""Reads untrusted files: regular ones only, up to a size, JSON up to a depth.
+"""Read untrusted files: only regular files, up to a size, and JSON up to a depth.
 
-A FIFO never ends, a link may point anywhere, and deep nesting exhausts the stack. Callers only
-need to catch OSError and ValueError.
+A FIFO never ends. A link may point anywhere. Deep nesting exhausts the stack. Callers only need
+to catch OSError and ValueError.
 """
 
 import errno
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 MAX_DEPTH = 64
-"""Nesting that is accepted; configs, indices and manifests have less than ten levels."""
+"""Deepest nesting accepted. Configs, indices and manifests have less than ten levels."""
 MAX_BYTES = 1 << 28
 """Larger files of settings and names are refused unread."""
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES, offset: int = 0) -> bytes:
-    """A file from byte `offset` on, at most `limit` bytes. Raises OSError or ValueError."""
+    """Read a file from byte `offset` to its end, at most `limit` bytes. Raises OSError, or
+    ValueError for a longer file."""
     # Without O_NONBLOCK, opening a FIFO waits for a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         status = os.fstat(file.fileno())
@@ -36,7 +37,8 @@ def read_json(path: Path, limit: int = MAX_BYTES) -> Any:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """The value in JSON text; `options` are those of `json.loads`. Raises ValueError."""
+    """Parse JSON text. `options` go to `json.loads`. Raises ValueError, also for nesting that
+    is too deep."""
     try:
         value = json.loads(text, **options)
     except RecursionError:
@@ -70,7 +72,8 @@ def _inside(value: Any) -> Any:
 
 
 def regular_inside(folder: Path, name: str) -> Path:
-    """The path of a file in `folder`, which may be a link itself, but nothing in it.
+    """Resolve the path of a file in `folder`. The folder may be a link, but nothing inside it.
+    Raises OSError if the file is missing, not regular, or reached through a link.
 
     Raises OSError when it is missing, no regular file, or reached through a link.
     """

@@ -1,5 +1,5 @@
-"""Files that a command writes: those of this repository, which each generator writes or checks,
-and those of users, which only the command that wrote them may replace."""
+"""Write and check files that a command generates. Generators own files of this repository. A
+user's file may be replaced only by the command that wrote it."""
 
 import argparse
 import os
@@ -32,9 +32,9 @@ def write_or_check(description: str, module: str, texts: Mapping[Path, str]) -> 
 
 
 def check_out(file: Path, header: str, command: str = "this command") -> None:
-    """Raises PlanError if the `--out` of a command cannot be written, or exists without the
-    `header` that the command begins it with: checked before any work, so that no file of the
-    user's is overwritten."""
+    """Check, before any work, that a command may write its `--out`. Raises PlanError if the
+    folder cannot be written. Also if the file exists and does not begin with `header`, so that
+    no file of the user's is overwritten."""
     try:
         ours = not file.exists() or file.read_text(encoding="utf-8").startswith(header)
     except (OSError, UnicodeDecodeError):

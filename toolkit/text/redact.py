@@ -20,8 +20,8 @@ MIN_SECRET_LENGTH = 8
 """Shorter environment values (`1`, `true`, `prod`) are no secrets: they occur in every text."""
 
 _MIN_SECRET_LINE = 16
-"""Of a secret of several lines (a private key), lines as long as this are secrets, too: logs
-are written line by line."""
+"""A line of this length in a secret of several lines is a secret, too. Logs are written line by
+line, private keys for example."""
 
 _SECRET_VARIABLE = re.compile(
     r"(PASS|PAT|PASSW(OR)?D|PWD|KEY|TOKEN|SECRET|CREDENTIALS?)S?$|"
@@ -81,7 +81,7 @@ _SIGNED = re.compile(
     r"[a-z_-]{0,40}(?:token|secret|password|passwd|signature|api[_-]?key))=)[^&\s'\"]+",
     re.IGNORECASE,
 )
-"""What makes a URL a key to what it names."""
+"""Marks of a URL that grants access to its target."""
 _IN_VALUES = (_CREDENTIAL, _URL_LOGIN, _PRIVATE_KEY, _SIGNED)
 _LONG_HEX = re.compile(r"[0-9a-fA-F]{32,128}")
 _LONG_BASE64 = re.compile(r"(?=.*[a-z])(?=.*[A-Z])(?=.*[0-9])[A-Za-z0-9+]{40,}={0,2}")
@@ -183,7 +183,7 @@ def environment_secrets(environment: Mapping[str, str]) -> frozenset[str]:
 
 
 def _spellings(secret: str) -> Iterator[str]:
-    """How a secret may stand in a text: as it is, by line, in JSON, Python, a shell, a URL."""
+    """The forms of a secret in a text: as it is, by line, in JSON, Python, a shell, a URL."""
     yield secret
     for line in secret.splitlines():
         if len(line.strip()) >= _MIN_SECRET_LINE:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 _LONGEST = 80
-"""Characters of a word that are compared: the time grows with their square."""
+"""Characters compared of a word. The time grows with their square."""
 
 
 def closest(word: object, words: Iterable[str], cutoff: float = 0.6) -> str:

@@ -6,7 +6,7 @@ MIB_PER_GIB = 1024
 
 
 def shortened(text: str, longest: int) -> str:
-    """A text of at most so many letters, of which `…` stands for the rest."""
+    """The text, cut to at most so many letters. `…` stands for the rest."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"
 
 

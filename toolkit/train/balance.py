@@ -29,20 +29,22 @@ PROBE_S = 0.5
 QUIET_S = 120.0
 """Least time between measurements if nothing is to be balanced: they cost 0.5% at most."""
 MEASUREMENTS = 3
-"""In a row, which must agree."""
+"""So many measurements in a row must agree."""
 LEAST_GAIN = 1.05
 """Predicted ratio of step times from which on samples are moved."""
 SLOW = 1.25
-"""How many times as long as the others a straggler takes."""
+"""A straggler takes this many times as long as the others."""
 AHEAD = 2
 """Steps whose micro batches may be built already; see `Prefetch`."""
 _ROWS = 1024
 
 
 def apportion(speeds: Sequence[float], total: int, most: int) -> tuple[int, ...] | None:
-    """`total` samples for ranks of these speeds so that the last is done first: one for each,
-    and each other one goes where it is done first. No rank gets more than `most`; None where
-    that is too few or too many for all."""
+    """Divide `total` samples among ranks of these speeds so that the last rank ends first.
+
+    Each rank gets one. Each other sample goes to the rank that would end it first. No rank gets
+    more than `most`. None if `total` is too small or too large for that.
+    """
     if not len(speeds) <= total <= most * len(speeds):
         return None
     shares = [1] * len(speeds)
@@ -57,15 +59,15 @@ def apportion(speeds: Sequence[float], total: int, most: int) -> tuple[int, ...]
 
 
 def seconds(layout: Layout, speeds: Sequence[float]) -> float:
-    """Of a step, in units of a sample at speed 1: of the data-parallel rank that takes longest,
-    since all wait for it in every round of micro batches."""
+    """The time of a step, in units of a sample at speed 1. All wait for the slowest
+    data-parallel rank in every round of micro batches, so its time counts."""
     longest = max(n / speed for n, speed in zip(layout.micro_batches, speeds, strict=True))
     return layout.gradient_accumulation * longest
 
 
 def most_samples(recipe: Recipe, plan: Plan) -> int:
-    """Samples of the largest micro batch that is predicted to fit on every device, at most
-    twice the planned one: on a CPU, nothing is known about its limit."""
+    """The most samples in a micro batch that is predicted to fit on every device. At most twice
+    the planned number, because no limit is known on a CPU."""
     planned = plan.layout.micro_batch
     layouts = (
         replace(plan.layout, micro_batch=n, shares=()) for n in range(2 * planned, planned, -1)
@@ -84,8 +86,8 @@ def speeds_of(rates: Sequence[float], layout: Layout) -> list[float]:
 
 
 def delays_of(rates: Sequence[float], layout: Layout) -> list[float]:
-    """How many times as long as the rank in the middle, or the other one of two, each rank
-    takes for its samples, and its layers where they are stated."""
+    """Each rank's time for its samples and layers divided by the median time of all ranks. With
+    two ranks, the other rank's time is the divisor."""
     layers = layout.stages or (1,) * layout.pp
     per_stage = [sum(layers[stage :: layout.pp]) for stage in range(layout.pp)]
     own = [
@@ -99,15 +101,15 @@ def delays_of(rates: Sequence[float], layout: Layout) -> list[float]:
 
 
 def product(left: torch.Tensor, right: torch.Tensor) -> None:
-    """One unit of work."""
+    """Multiply two matrices, one unit of work."""
     torch.mm(left, right)
     if left.is_cuda:
         torch.cuda.synchronize(left.device)
 
 
 def measure(width: int, device: torch.device, precision: str) -> float:
-    """Products per second of [1024, width] with [width, width], on this rank alone; NaN where
-    the device has no room for them."""
+    """Products per second of [1024, width] with [width, width], on this rank alone. NaN if the
+    device has no room for them."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
     try:
         left = torch.ones(_ROWS, width, device=device, dtype=dtype)
@@ -133,8 +135,7 @@ class Balancer:
         self._moves = start.recipe.parallel.balance == "auto"
         self._last_s = time.monotonic()
         self._found: list[tuple[int, list[float]]] = []
-        """Of the last measurements, the step and the rate of every rank, in products per
-        second."""
+        """The last measurements: the step, and each rank's rate in products per second."""
         self._named: set[int] = set()
         """Stragglers that were reported."""
         self._most = 0

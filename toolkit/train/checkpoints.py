@@ -69,13 +69,13 @@ class RunCheckpoints:
     ) -> None:
         self.assignment = assignment
         self.layout = assignment.plan.layout
-        """The layout of the steps to come."""
+        """The layout of the coming steps."""
         self.leader = rank == 0
         self.data = data
         self.companions = companions
         self.versions = environment_report() if self.leader else {}
         self.recipe = jsonl.plain(assignment.recipe.model_dump(mode="json"))
-        """As manifests state it."""
+        """The recipe as manifests state it."""
         self.directory = RunDirectory(assignment.run_dir)
         self.events = EventLog(self.directory.events)
         section = assignment.recipe.checkpoint
@@ -92,7 +92,7 @@ class RunCheckpoints:
         self._saved: SavedState | None = None
         """The tensors of the checkpoint that the run continues from."""
         self._base: str | None = None
-        """See `Manifest.base`; known on rank 0."""
+        """See `Manifest.base`. Known on rank 0 only."""
 
     def find(self, config: PretrainedConfig, marks: Marks) -> ResumePoint | None:
         """The checkpoint that the run, of a model with this `config`, continues from.
@@ -200,10 +200,9 @@ class RunCheckpoints:
         return SavedWeights(saved, hf.parameter_shapes(config))
 
     def have_ended(self, found: ResumePoint, steps: int) -> bool:
-        """Whether the run of `steps` steps finished with this checkpoint; prints a message.
-        Then its last validation is done, too.
+        """Whether the run of `steps` steps ended with this checkpoint. If so, prints a message.
 
-        The export may be missing, or was not requested.
+        Its last validation is then done, too. The export may be missing, or was not requested.
         """
         step, name = found.manifest.step, short(found.folder)
         history, section = found.manifest.validation, self.assignment.recipe.evaluation
@@ -244,8 +243,8 @@ class RunCheckpoints:
             )
 
     def exported_step(self, last: int) -> int:
-        """The step whose checkpoint becomes the export: the best one if the recipe keeps it and
-        it is whole, otherwise the last."""
+        """The step to export: the best checkpoint if the recipe keeps it and it is whole,
+        otherwise the last."""
         best = self.store.best(until=last) if self.store.keep_best else set()
         for step in best - {last}:
             folder = self.store.of_step(step)
@@ -291,8 +290,8 @@ class RunCheckpoints:
         self._stall_s = time.monotonic() - began
 
     def add_validation(self, progress: Progress) -> None:
-        """Put a validation into the checkpoint that the run continues from: it was saved by a
-        stop, without the validation that was due. Rank 0's work."""
+        """Add a validation to the checkpoint that the run continues from. A stop saved it
+        before the validation that was due. Called on rank 0 only."""
         assert self._found is not None, "it continues"
         try:
             self.store.restate(replace(self._found.manifest, validation=progress.validation))

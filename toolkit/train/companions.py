@@ -1,5 +1,5 @@
-"""The files of a Hugging Face folder except the weights: config and tokenizer of the model that
-is trained. Every checkpoint holds them, so that it can be exported alone."""
+"""The files of a Hugging Face folder except the weights: the trained model's config and
+tokenizer. Every checkpoint holds them, so that it can be exported alone."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,7 +25,7 @@ def take_ends(config: PretrainedConfig, recipe: Recipe, data: TrainingData) -> N
 def companion_files(
     recipe: Recipe, run: RunDirectory, config: PretrainedConfig, data: TrainingData
 ) -> dict[str, bytes]:
-    """Contents by path in a checkpoint."""
+    """The companion files' contents, by path in a checkpoint."""
     dtype = DTYPES.get(recipe.training.precision, torch.float32)
     with TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,6 +1,6 @@
-"""`dmt checkpoint import`: what another tool saved, as the checkpoint of a run.
+"""`dmt checkpoint import`: turn another tool's checkpoint into a checkpoint of a run.
 
-Of Megatron-LM's checkpoints the weights alone are read, and become a Hugging Face folder.
+Of Megatron-LM's checkpoints only the weights are read. They become a Hugging Face folder.
 """
 
 import shlex
@@ -122,7 +122,7 @@ def _format_of(source: Path) -> Any:
 
 
 def _read(form: Any, source: Path, model: RecipeModel) -> ForeignState:
-    """The state. Whatever a malformed file makes a reader raise is one CheckpointError."""
+    """Read the state. Any error that a malformed file causes becomes one CheckpointError."""
     try:
         state: ForeignState = form.read(source, model)
         check_adamw(state.groups)

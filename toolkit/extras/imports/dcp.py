@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint folders of a transformers model, e.g. of FSDP2 or Accelerate.
 
-Tensors of a state dict are stored under the names of its nested keys, joined by dots. What
-`get_state_dict` returns has a parameter's moments at `state.NAME.exp_avg`; what precedes these
-names is up to the program that saved.
+Tensors of a state dict are stored under the names of its nested keys, joined by dots. In the
+dict that `get_state_dict` returns, a parameter's moments are at `state.NAME.exp_avg`. Each
+program that saves chooses its own prefix of these names.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,7 +27,8 @@ from toolkit.optimizers.base import MOMENTS
 
 STEP, HEAD = "step", "lm_head.weight"
 ACCELERATE = ("pytorch_model_fsdp_0", "optimizer_0")
-"""The folders of a model and its optimizer under FSDP, also those of transformers' Trainer."""
+"""Folders of the model and the optimizer as Accelerate saves them under FSDP. transformers'
+Trainer uses the same names."""
 TITLE = "torch.distributed.checkpoint"
 FILES = f"{METADATA} and *.distcp, or the folders {' and '.join(ACCELERATE)}"
 _OPTIONS = {"betas", "eps", "weight_decay", *FLAGS}
@@ -36,14 +37,15 @@ Stored = Mapping[str, Reader]
 
 
 def matches(folder: Path) -> bool:
-    """Also megatron-core writes these files, and one about the format in addition."""
+    """Whether the folder has this format, without megatron-core's further file about its
+    own."""
     whole = (folder / METADATA).is_file() and not (folder / FORMAT_FILE).exists()
     return whole or all((folder / name / METADATA).is_file() for name in ACCELERATE)
 
 
 def read(folder: Path, model: RecipeModel) -> ForeignState:
-    """The state. Its step is the number of the optimizer's updates. Raises CheckpointError for
-    what is damaged, malicious or not supported."""
+    """Read the state. Its step is the number of optimizer updates. Raises CheckpointError for
+    damaged, malicious or unsupported files."""
     whole = (folder / METADATA).is_file()
     readers = [Reader(one) for one in ([folder] if whole else map(folder.joinpath, ACCELERATE))]
     stored = {key: reader for reader in readers for key in reader.tensors}
@@ -65,7 +67,7 @@ def read(folder: Path, model: RecipeModel) -> ForeignState:
 
 
 def _prefix_of_weights(where: Path, stored: Stored, name: str) -> str:
-    """What precedes the names of the parameters."""
+    """The prefix of the parameters' names."""
     found = {key.removesuffix(name) for key in stored if key.endswith(name)}
     found = {one for one in found if one == "" or one.endswith(".")}
     if len(found) != 1:
@@ -78,7 +80,7 @@ def _prefix_of_weights(where: Path, stored: Stored, name: str) -> str:
 
 
 def _prefix_of_states(where: Path, stored: Stored, names: Shapes) -> str:
-    """What precedes the names of the parameters in the keys of their moments."""
+    """The prefix of the parameters' names in the keys of their moments."""
     first, second = MOMENTS
     found = set()
     for key in stored:
@@ -100,7 +102,7 @@ def _prefix_of_states(where: Path, stored: Stored, names: Shapes) -> str:
 def _parameters(
     stored: Stored, names: Shapes, weights: str, states: str
 ) -> dict[str, dict[str, StoredTensor]]:
-    """Every weight and state, also of parameters that the model does not have."""
+    """Find every weight and state, also for parameters that the model does not have."""
     # Without a prefix, what else was saved is told from weights by the first part of its name.
     parts = {weights} if weights else {f"{name.partition('.')[0]}." for name in names}
     found: dict[str, dict[str, StoredTensor]] = {}
@@ -122,8 +124,8 @@ def _parameters(
 
 
 def _groups(readers: Iterable[Reader], states: str) -> list[dict[str, Any]]:
-    """The optimizer's groups as `get_state_dict` names their options: by the number of a group,
-    or, when it is flattened, by the parameter."""
+    """The optimizer's groups with their options. `get_state_dict` names an option by the number
+    of its group. If flattened, it names it by the parameter."""
     prefix = f"{states.removesuffix('state.')}param_groups."
     groups: dict[str, dict[str, Any]] = {}
     for reader in readers:

@@ -1,6 +1,7 @@
-"""DeepSpeed's universal checkpoints of a transformers model: whole tensors, one in a file.
+"""Read DeepSpeed's universal checkpoints of a transformers model. Each file holds one whole
+tensor.
 
-Its script `ds_to_universal` makes one of any ZeRO stage.
+DeepSpeed's script `ds_to_universal` makes such a checkpoint of any ZeRO stage.
 """
 
 import re
@@ -81,7 +82,7 @@ def read(folder: Path, model: RecipeModel) -> ForeignState:
 
 
 def _parameter(folder: Path, inner: Path) -> tuple[dict[str, StoredTensor], set[int]]:
-    """A parameter's tensors, and how often it was updated, where its folder says so."""
+    """Read a parameter's tensors. Where its folder states them, also count its updates."""
     found = {
         path.stem: load_pickle(folder, f"{UNIVERSAL}/{inner.name}/{path.name}")
         for path in inner.glob("*.pt")
@@ -95,8 +96,8 @@ def _parameter(folder: Path, inner: Path) -> tuple[dict[str, StoredTensor], set[
 
 
 def _check_optimizer(config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if the run was configured with another optimizer than AdamW, which
-    DeepSpeed's Adam is unless adam_w_mode is false."""
+    """Raise CheckpointError if the run had another optimizer than AdamW. DeepSpeed's Adam is
+    AdamW unless adam_w_mode is false."""
     stated = config.get("optimizer") or {}
     name, parameters = str(stated.get("type") or "AdamW"), stated.get("params") or {}
     if (adam := re.fullmatch("adam(w?)", name, re.IGNORECASE)) is None:

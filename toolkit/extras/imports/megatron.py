@@ -49,7 +49,8 @@ _TRAINING_STATE = re.compile(
 )
 """Keys that are not weights; all others must belong to the model."""
 _LARGEST_MULTIPLE = 128 * 64
-"""To which Megatron-LM pads a vocabulary, with its default and 64 tensor-parallel ranks."""
+"""Megatron-LM pads a vocabulary to at most this multiple: its default, times 64 tensor
+ranks."""
 
 
 def matches(folder: Path) -> bool:
@@ -110,7 +111,8 @@ def _pretrained(source: Path) -> tuple[MegatronModel, SafetensorsWeights]:
 
 
 def _in_a_process(*words: str | Path) -> list[str]:
-    """Carry out `main` without a GPU; lines that it prints. Raises CheckpointError."""
+    """Carry out `main` in a process without a GPU. Return the lines that it prints. Raises
+    CheckpointError."""
     command = [*python(), "-m", __name__, *map(str, words)]
     hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=hidden)
@@ -213,8 +215,8 @@ def read(folder: Path, dst: Path, dtype: torch.dtype) -> None:
 def _check_fit(
     folder: Path, sizes: Mapping[str, Sequence[int]], vocabulary: int, keys: Collection[str]
 ) -> Iterator[str]:
-    """Notes on what is left out. Raises CheckpointError for `keys` that only one side has, and
-    where more rows of the vocabulary than padding would be cut."""
+    """Return notes on what is left out. Raises CheckpointError for `keys` that only one side
+    has. Also if more rows of the vocabulary than padding would be cut."""
     if wrong := sorted(key for key in keys if not _TRAINING_STATE.match(key)):
         where = f"it has {wrong[0]}" if wrong[0] in sizes else f"it has no {wrong[0]}"
         raise CheckpointError(f"{folder}: {where}, unlike the model")

@@ -31,8 +31,8 @@ COMMON_CLASSES = (
 
 
 class StandIn:
-    """An object of a class that is not imported: its arguments and attributes, and nothing
-    else."""
+    """A stand-in for an object whose class is not imported. It keeps the arguments and
+    attributes only."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments: tuple[Any, ...] = arguments
@@ -43,10 +43,11 @@ class StandIn:
 
 
 def load_pickle(folder: Path, name: str, classes: Iterable[str] = ()) -> Any:
-    """What `torch.save` wrote into a file of `folder`; tensors are mapped, not read.
+    """Load what `torch.save` wrote into a file of `folder`. Tensors are mapped, not read.
 
-    Objects of `classes` (`module.Class`) are `StandIn`s. Raises CheckpointError for anything
-    else than these, tensors and plain containers, and for a link or a special file.
+    Objects of `classes` (`module.Class`) become `StandIn`s. Other objects are allowed only if
+    they are tensors or plain containers. Raises CheckpointError for anything else, and for a
+    link or a special file.
     """
     with refused(folder / name):
         path = regular_inside(folder, name)
@@ -56,7 +57,7 @@ def load_pickle(folder: Path, name: str, classes: Iterable[str] = ()) -> Any:
 
 
 def unpickled(file: Any, classes: Iterable[str] = (), **options: Any) -> Any:
-    """What `torch.save` wrote into a path or open file. Raises what torch raises."""
+    """Load what `torch.save` wrote into a path or open file. Raises what torch raises."""
     added = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()  # libraries add some, as `argparse.Namespace`
     try:
@@ -69,7 +70,7 @@ def unpickled(file: Any, classes: Iterable[str] = (), **options: Any) -> Any:
 
 @contextmanager
 def refused(what: object) -> Iterator[None]:
-    """Raise CheckpointError about `what` for anything that reading it raises."""
+    """Raise CheckpointError about `what` if reading it raises any error."""
     try:
         yield
     except FileNotFoundError as error:

@@ -46,7 +46,8 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]
     """The parameter's, or flat."""
     read: Callable[[], Tensor]
-    """A tensor of any dtype; in the order of `shape`, whatever its own shape."""
+    """Read the tensor, of any dtype. Its elements are in the order of `shape`, but its own
+    shape may differ."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class ForeignState:
     optimizer_steps: int
     """Updates that AdamW has made, which its bias correction counts."""
     parameters: Mapping[str, Mapping[str, StoredTensor]]
-    """By name and quantity: the weight, and the moments unless it is frozen."""
+    """By name and quantity: the weight, and the moments of a parameter that trains."""
     groups: Sequence[Mapping[str, Any]]
     """The groups of its optimizer, with their settings under torch's names."""
     consumed_samples: int | None = None
     """Sequences consumed; None where the checkpoint does not state them."""
     notes: tuple[str, ...] = ()
-    """What is not carried over."""
+    """What could not be carried over, a sentence each."""
 
 
 class ParameterShard(StateShard):
@@ -101,8 +102,8 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
 
 
 def shards_of(state: ForeignState, model: RecipeModel) -> list[ParameterShard]:
-    """What is written. Raises CheckpointError unless the state has every parameter of the
-    recipe's model, with AdamW's states of what trains."""
+    """The shards to write. Raises CheckpointError unless the state has every parameter of the
+    recipe's model. Trained parameters also need AdamW's states."""
     check_adamw(state.groups)
     if problems := list(_problems(state, model)):
         more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -139,8 +140,8 @@ def _problems(state: ForeignState, model: RecipeModel) -> Iterator[str]:
 
 
 def count(value: Any, name: str, limit: int = 10**8) -> int:
-    """A count in a file, which may be a tensor. Raises CheckpointError for a number that no
-    run can have counted."""
+    """Read a count in a file, which may be a tensor. Raises CheckpointError if no run can have
+    counted so far."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(number, bool | str) or number != int(number) or not 0 <= number < limit:
         raise CheckpointError(
@@ -151,7 +152,8 @@ def count(value: Any, name: str, limit: int = 10**8) -> int:
 
 
 def updates(counts: set[int]) -> int:
-    """How often all parameters were updated. Raises CheckpointError unless it is one number."""
+    """How often the parameters were updated. Raises CheckpointError unless all agree on one
+    number."""
     if len(counts) != 1:
         found = ", ".join(map(str, sorted(counts))) or "not stated"
         raise CheckpointError(f"the number of updates of its parameters is {found}")
@@ -174,7 +176,7 @@ def check_adamw(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def other_optimizer(what: str) -> CheckpointError:
-    """The error for another optimizer, of which `what` is seen."""
+    """The error for a checkpoint of another optimizer. `what` is the evidence for it."""
     return CheckpointError(
         f"its optimizer {what}: only plain AdamW's states are read",
         fix="another optimizer's weights are a start, with model.init: pretrained",

@@ -1,7 +1,7 @@
 """Reads `torch.distributed.checkpoint` folders.
 
-A checkpoint is a folder of data files and a `.metadata` file with the byte offset of every
-rectangle of every global tensor. torch's own reader unpickles that file whatever it holds.
+A checkpoint is a folder of data files and a `.metadata` file. That file has the byte offset of
+every rectangle of every global tensor. torch's own reader would unpickle any object in it.
 """
 
 import io
@@ -43,7 +43,7 @@ class Reader:
             for where, place in index.storage_data.items()
         }
         self.objects = {key for key, offset in self._places if not offset} - self.tensors.keys()
-        """Keys of what is no tensor, see `read_object`."""
+        """Keys of entries that are no tensors, see `read_object`."""
 
     def read(self, key: str) -> Tensor:
         """A whole tensor."""
@@ -63,7 +63,7 @@ class Reader:
         return result
 
     def read_object(self, key: str, offset: tuple[int, ...] = ()) -> Any:
-        """What torch.save wrote of an object, or of the part of a tensor at `offset`."""
+        """Unpickle an object, or the part of a tensor at `offset`, that torch.save wrote."""
         with refused(f"{self.folder}: {key}"):
             place = self._places[key, offset]
             path = regular_inside(self.folder, Path(place.relative_path).name)
@@ -106,7 +106,8 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(enumeration: Any, name: str) -> Enum:
-    """What `getattr` may get: Python 3.11.0 to 3.11.3 pickle the member of an Enum so."""
+    """Return an Enum's member, the only use of `getattr` allowed. Python 3.11.0 to 3.11.3
+    pickle it so."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
         raise pickle.UnpicklingError("it names getattr, which no index needs but for an Enum")
     return enumeration[name]

@@ -34,7 +34,8 @@ DEFAULT_GRACE_S = 600
 _CONTAINER = "dmt"
 _NVIDIA = "nvidia.com/gpu"
 _LONGEST_NAME = 30
-"""Ours has 11 characters more, and pods an index: a host name may have 63."""
+"""Longest part of a recipe's name in ours, which has 11 more. A pod's has an index, too. A host
+name may have 63 characters."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 Manifest = dict[str, Any]
@@ -104,7 +105,8 @@ def _documents(job: Job) -> Iterator[Manifest]:
 
 
 def _rule(action: str, *codes: int) -> Manifest:
-    """What happens when a pod ends with one of these exit codes; without a rule, it counts."""
+    """The rule for pods that end with one of these exit codes. Without a rule, the end counts
+    as a failure."""
     which = {"containerName": _CONTAINER, "operator": "In", "values": [*codes]}
     return {"action": action, "onExitCodes": which}
 
@@ -148,7 +150,7 @@ def _pod(job: Job, name: str) -> Manifest:
 
 
 def _names_gpus(container: Mapping[Any, Any]) -> bool:
-    """Whether the limits of a stated container have GPUs by another name than ours."""
+    """Whether a stated container's limits name GPUs in another way than ours."""
     resources = container.get("resources")
     limits = resources.get("limits") if isinstance(resources, Mapping) else None
     names = limits if isinstance(limits, Mapping) else ()
@@ -156,7 +158,8 @@ def _names_gpus(container: Mapping[Any, Any]) -> bool:
 
 
 def _merged(own: Manifest, more: Mapping[Any, Any], where: str) -> Manifest:
-    """Fields of DMT and of the recipe: maps merged, lists appended.
+    """Merge DMT's fields with the recipe's: maps are merged, lists appended. Raises PlanError
+    for a field for which both state a different value.
 
     Raises PlanError for a field of which both state a different value.
     """
@@ -199,8 +202,8 @@ def _portable(recipe: str) -> str:
 
 
 def _name(job: Job) -> str:
-    """The recipe's name in Kubernetes' format, with a hash of recipe and run directory, so that
-    no job starts with the ConfigMap of another."""
+    """The recipe's name in Kubernetes' format, with a hash of recipe and run directory. The
+    hash keeps a job from starting with another one's ConfigMap."""
     plain = re.sub(r"[^a-z0-9]+", "-", job.name.lower())[:_LONGEST_NAME].strip("-")
     which_ = sha256(f"{job.run_dir.name}\n{_portable(job.recipe)}".encode()).hexdigest()
     return f"dmt-{plain}-{which_[:6]}"

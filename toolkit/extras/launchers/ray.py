@@ -113,7 +113,7 @@ class RayStarter:
 
 @contextmanager
 def _driver(spec: LaunchSpec) -> "Iterator[subprocess.Popen[bytes]]":
-    """The driver; nothing of its session is left behind."""
+    """Run the driver. When this is left, no process of its session is left behind."""
     given = {"argv": spec.argv, "env": dict(spec.env), "run_dir": str(spec.run_dir)}
     driver = subprocess.Popen(
         (*python(), *_DRIVER, json.dumps(given)),
@@ -130,7 +130,7 @@ def _driver(spec: LaunchSpec) -> "Iterator[subprocess.Popen[bytes]]":
 
 
 def _untold_end(code: int) -> str:
-    """How a process ended that has not told it; empty if the code is one of errors.py."""
+    """How a process ended that told nothing itself. Empty if its code is one of errors.py."""
     if code in (EXIT_DONE, EXIT_RESUMABLE, EXIT_FAILED, *USER_CODES):
         return ""
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
@@ -142,15 +142,15 @@ def agent_log(run: RunDirectory, machine: int | str) -> Path:
 
 
 class _AgentOutput:
-    """What the agents of this launch print."""
+    """The output of the agents of this launch."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
         self._shown = {log: log.stat().st_size for log in self._logs()}
-        """Bytes of each log that were printed, or are of an earlier launch."""
+        """For each log, how many of its bytes were printed or belong to an earlier launch."""
 
     def show(self) -> None:
-        """Print what is new."""
+        """Print what the agents have written since the last call."""
         for log in self._logs():
             with suppress(OSError), log.open("rb") as file:
                 file.seek(self._shown.get(log, 0))
@@ -271,7 +271,7 @@ def _run_agents(
 
 
 def _connected(recipe: Recipe, device: str, fewest: int) -> bool:
-    """Join or start Ray; report why it has no place for the `fewest` machines."""
+    """Join or start Ray. Report why it has no room for the `fewest` machines."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -19,7 +19,8 @@ BLOCK = 256
 
 
 def _scales(shape: Shape) -> Shape:
-    """One for each block of the flattened tensor, the last one's too."""
+    """The shape of the scales: one for each block of the flattened tensor, also for a partial
+    last one."""
     return (-(-prod(shape) // BLOCK),)
 
 

@@ -45,7 +45,7 @@ class AdamW8bit(UpdateRule):
 
 
 def operators() -> Any:
-    """bitsandbytes' own. Raises BackendUnavailable if it cannot be imported."""
+    """bitsandbytes' operators. Raises BackendUnavailable if it cannot be imported."""
     what = "optimizer.name is adamw_8bit: bitsandbytes"
     otherwise = ", or set optimizer.name to adamw"
     return optional("bitsandbytes.functional", "8bit", what, otherwise)
@@ -53,7 +53,8 @@ def operators() -> Any:
 
 @cache
 def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Values from -1 to 1 of the codes of the first and of the second moment: [256] each."""
+    """The values from -1 to 1 that the codes of the first and the second moment stand for,
+    [256] each."""
     new = operators().create_dynamic_map
     return new(signed=True).to(device), new(signed=False).to(device)
 
@@ -61,7 +62,8 @@ def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
 def reference(
     settings: OptimizerSection, parameters: Sequence[Trained]
 ) -> list[torch.optim.Optimizer]:
-    """bitsandbytes' own, as transformers' Trainer has it: embeddings in 32 bits."""
+    """bitsandbytes' own optimizer, as transformers' Trainer sets it up: embeddings in 32
+    bits."""
     from bitsandbytes.optim import AdamW8bit as Theirs
     from bitsandbytes.optim import AdamW32bit
 

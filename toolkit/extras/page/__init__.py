@@ -27,7 +27,7 @@ from toolkit.text.terminal import printable
 
 _FOLDER = Path(__file__).parent
 _BEGINS = b"<!doctype html>"
-"""A page; nothing else is overwritten."""
+"""How a page begins. No other file is overwritten."""
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -93,7 +93,7 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section | None:
-    """What differs between several runs; None for one."""
+    """The differences between several runs. None for one run."""
     if len(records) < 2:
         return None
     first, *others = records

@@ -1,4 +1,4 @@
-"""What the page draws: curves of one or several runs, and marks where something happened."""
+"""The charts of the page: curves of one or several runs, and marks where something happened."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,11 +11,12 @@ from toolkit.report.record import RunRecord
 from toolkit.run.events import VALIDATION
 
 BUCKETS = 400
-"""Of a curve with more points than twice as many; a chart is about as many pixels wide."""
+"""Points of a thinned curve are chosen from so many buckets. A curve with up to twice as many
+points is shown whole. A chart is about as many pixels wide."""
 MOST_MARKS = 200
-"""Markers of a run, the last ones; the page says how many there are."""
+"""Most marks of a run. The last ones are kept, and the page says how many there are."""
 MOST_CHARTS = 40
-"""Charts of all runs; the page says which metrics have none."""
+"""Most charts of all runs. The page names the metrics that have none."""
 _KNOWN = {
     "loss": ("Loss", "nats, or as the objective defines it"),
     "grad_norm": ("Gradient norm", "global L2 norm before clipping"),
@@ -27,7 +28,7 @@ _KNOWN = {
 }
 """Metrics of every run: title and unit."""
 _IN_OTHERS = ("step", "tokens", "consumed_samples", "consumed_tokens", "skipped", "data_wait_s")
-"""Not charts of their own."""
+"""Metrics that have no chart of their own."""
 MARKS = {
     "skip": ("skipped", "#d97706"),
     "restart": ("restarted", "#d1242f"),
@@ -45,8 +46,8 @@ Chart = dict[str, Any]
 
 
 def columns(metrics: Sequence[Metrics]) -> Columns:
-    """All that lines state, in the order of the first that does. Lines without a step, or
-    behind a later one, are left out."""
+    """All numbers that lines state, by name in the order of first appearance. Lines without a
+    step, or after a line of a later step, are left out."""
     lines, before = [], -math.inf
     for line in metrics:
         step = step_of(line)
@@ -63,8 +64,9 @@ def _number(line: Metrics, name: str) -> float:
 
 
 def kept(values: Sequence[float], buckets: int) -> Sequence[int]:
-    """Indices of `values` to draw: all of a short curve; of a long one, of each of so many
-    equal buckets the lowest and the highest, and the first that is no finite number."""
+    """Indices of `values` to draw. A short curve is drawn whole. A long one is cut into
+    equal buckets. Of each, the lowest, the highest and the first value that is not finite
+    are kept."""
     if len(values) <= 2 * buckets:
         return range(len(values))
     found = {0, len(values) - 1}
@@ -78,7 +80,7 @@ def kept(values: Sequence[float], buckets: int) -> Sequence[int]:
 
 
 def _points(shown: Columns, name: str, buckets: int) -> dict[str, list[Any]] | None:
-    """A column over the steps, thinned; None where no line has a finite value."""
+    """A column over the steps, thinned. None if no line has a finite value."""
     values = shown.get(name, ())
     if not any(map(math.isfinite, values)):
         return None
@@ -88,13 +90,13 @@ def _points(shown: Columns, name: str, buckets: int) -> dict[str, list[Any]] | N
 
 
 def _short(value: float) -> float | None:
-    """Six digits; None, which JSON has, for what is no finite number."""
+    """A number with six digits. None for one that is not finite, which JSON cannot state."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def charts(records: Sequence[RunRecord]) -> list[Chart]:
-    """All charts; each has curves of one or several runs. Metrics for whose charts there is no
-    room are named among what is missing of their run."""
+    """All charts, each with curves of one or several runs. A metric without room for a chart is
+    named in `missing` of its run."""
     buckets = max(50, BUCKETS // len(records))
     shown = [columns(record.metrics) for record in records]
     others = dict.fromkeys(
@@ -115,8 +117,8 @@ def charts(records: Sequence[RunRecord]) -> list[Chart]:
 def _chart(
     name: str, records: Sequence[RunRecord], shown: Sequence[Columns], buckets: int
 ) -> Chart | None:
-    """A metric of all runs, with what it is shown with and what it shows in words; None where
-    no run has it."""
+    """The chart of one metric for all runs, with its companions and words. None if no run has
+    it."""
     title, unit = _KNOWN.get(name, (name, ""))
     lines: list[dict[str, Any]] = [
         {"run": run, "label": "", **points}
@@ -141,7 +143,7 @@ def _chart(
 def _beside(
     name: str, record: RunRecord, shown: Columns, buckets: int
 ) -> Iterator[Mapping[str, Any]]:
-    """What a metric is shown with: validation, a part of it, or what the plan predicted."""
+    """The curves shown with a metric: validation, a part of it, or the plan's prediction."""
     if name == "loss":
         evaluated = [one for one in record.events if one.get("kind") == "evaluation"]
         names = dict.fromkeys(key for event in evaluated for key in event)
@@ -160,7 +162,7 @@ def _beside(
 
 
 def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
-    """What the plan predicts for a metric."""
+    """The plan's prediction of a metric."""
     if name in ("step_time_s", "memory_gib"):
         return number(of_plan(plan), name)
     if name == "mfu":
@@ -173,8 +175,8 @@ def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
 
 
 def _evaluated(name: str, evaluated: Sequence[Event]) -> dict[str, list[Any]]:
-    """A column of the validations, empty without any; of a step that was evaluated twice, the
-    last."""
+    """A column of the validations, empty without any. If a step was evaluated twice, the last
+    one counts."""
     found = {
         step: value
         for event in evaluated
@@ -186,8 +188,8 @@ def _evaluated(name: str, evaluated: Sequence[Event]) -> dict[str, list[Any]]:
 
 
 def marks(record: RunRecord) -> list[dict[str, Any]]:
-    """Where something happened to a run, in the order of its events; of steps that were done
-    again, both times."""
+    """Marks where something happened to a run, in the order of its events. A step that was done
+    again is marked both times."""
     found = []
     for event in record.events:
         kind = str(event.get("kind"))
@@ -205,7 +207,7 @@ def marks(record: RunRecord) -> list[dict[str, Any]]:
 
 
 def _what(event: Event) -> str:
-    """An event in words: its own, where it has some."""
+    """An event in words. If it has words of its own, these."""
     for name in ("why", "reason", "error", "signal", "message"):
         if event.get(name):
             return str(event[name])

@@ -1,4 +1,4 @@
-"""What the page states in words, bars and tables, for one run."""
+"""The words, bars and tables of the page for one run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from toolkit.text.dotted import leaves
 from toolkit.text.units import duration, seconds, size
 
 _NOT_USED = (1, 0, None, "none", "")
-"""Degrees and options of a layout that are not shown."""
+"""Values of degrees and options that mean unused. They are not shown."""
 
 Section = dict[str, Any]
 """`title`, and any of `note`, `bar` ([name, amount, text]), `facts` ([name, text]), `table`
@@ -26,7 +26,7 @@ Section = dict[str, Any]
 
 
 def sections(record: RunRecord, happened: Sequence[Mapping[str, Any]]) -> list[Section]:
-    """All there are of a run, in the order of the page."""
+    """All sections of a run, in the order of the page."""
     found = [
         {"title": "Summary", "facts": [*map(list, record.rows())]},
         _time(record),
@@ -79,7 +79,7 @@ def _time(record: RunRecord) -> Section | None:
 
 
 def _parts(record: RunRecord, name: str, title: str, shown: Any) -> Section | None:
-    """A prediction by part; None where the run's plan does not have it."""
+    """The parts of a prediction. None where the run's plan does not have it."""
     parts = record.plan.get("predicted_parts")
     found = parts.get(name) if isinstance(parts, dict) else None
     if not isinstance(found, dict):

@@ -64,7 +64,8 @@ Out = Annotated[
 ]
 
 _LONGEST_STEP_S = 300.0
-"""A trial hangs when one step takes longer, unless launch.hang_timeout_s is less."""
+"""A trial hangs when one step takes longer than this, or than a shorter
+launch.hang_timeout_s."""
 _SHOWN = 20
 """Trials that are printed, the best ones."""
 _WORDS = {
@@ -72,7 +73,7 @@ _WORDS = {
     "stopped": ("given up", "dim"),
     "out_of_memory": ("out of memory", "red"),
 }
-"""Word and colour for the end of a trial; the others are named as they are, in red."""
+"""Word and colour for how a trial ended. Other endings are shown by their own name, in red."""
 
 
 def tune(
@@ -174,7 +175,8 @@ def _run(study: Study) -> bool:
 def _print(
     study: Study, is_over: bool, as_json: bool, more: dict[str, Any], end: Iterable[str]
 ) -> None:
-    """Every trial, and what to do with the best. Raises RunFailed where there is none."""
+    """Print every trial, and how to use the best one. Raises RunFailed if no trial came to its
+    end."""
     best, folder = study.best(), study.request.folder
 
     def plain(one: TrialRecord) -> dict[str, Any]:
@@ -203,7 +205,7 @@ def _outcome(one: TrialRecord) -> str:
 
 
 def _lines(study: Study, best: TrialRecord | None, end: Iterable[str]) -> Iterator[Line]:
-    """The table, and what to do with it."""
+    """Lines of the table, and how to use the result."""
     texts = {"#": lambda one: str(one.number), **study.columns, "outcome": _outcome}
     records = study.ranked()
     shown = f", the best {_SHOWN}:" if len(records) > _SHOWN else ""

@@ -19,7 +19,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.text.units import seconds
 
 WARM_UP_STEPS = 2
-"""Logged steps that are not measured: they allocate buffers and compile kernels."""
+"""Logged steps before the measurement, in which buffers are allocated and kernels compiled."""
 HOPELESS = 1.3
 """A layout is given up when it is this many times slower than the fastest one."""
 _STEPS_TO_JUDGE = 3
@@ -36,7 +36,7 @@ _WITHOUT = {
     "launch.max_restarts": 0,
     "launch.elastic": None,
 }
-"""Every trial trains and does nothing else."""
+"""Settings that turn everything off in a trial except training."""
 _NEVER = 1_000_000_000
 
 
@@ -48,7 +48,8 @@ def settings_of(candidate: Estimate) -> dict[str, Any]:
 
 
 def key_of(values: Mapping[str, Any]) -> str:
-    """The key of a layout's settings, the same after they were written and read as JSON."""
+    """The key of a layout's settings. It stays the same if they are written and read as
+    JSON."""
     return json.dumps(values, sort_keys=True)
 
 
@@ -92,8 +93,8 @@ def following(
 
 
 class LayoutStudy(Study):
-    """A trial of a layout measures its seconds per step, the lower quartile: what else the
-    machine does only adds to them."""
+    """Trials of layouts. A trial's value is the lower quartile of its seconds per step, because
+    other work on the machine only adds time."""
 
     measures, whole = "step_time_s", False
     fatal = FAILURES  # another layout may need less memory
@@ -129,7 +130,8 @@ class LayoutStudy(Study):
         return min(len(untried), self.request.trials - len(self.counted()))
 
     def choose(self, trial: Any) -> dict[str, Any]:
-        """The next layout. It is given up when it is slower than the best one by HOPELESS."""
+        """Choose the next layout. Its trial is given up once it is slower than the best one by
+        HOPELESS."""
         best, pruners = self.best(), self.optuna.pruners
         self.study.pruner = pruners.NopPruner()
         if best is not None and best.value:

@@ -21,7 +21,7 @@ _REDUCTION = 2
 
 
 class SearchStudy(Study):
-    """A trial of a point measures the loss at its end."""
+    """Trials of points of a space. A trial's value is the loss at its end."""
 
     measures, whole = "loss", True
     fatal = (*FAILURES, "out_of_memory", "diverged")
@@ -45,11 +45,11 @@ class SearchStudy(Study):
             self.study.pruner = pruners.SuccessiveHalvingPruner(self.rung, _REDUCTION)
 
     def left(self) -> int:
-        """Points that the recipe's rules refuse cost nothing, and do not count."""
+        """How many trials are left. Points that the recipe's rules refuse do not count."""
         return self.request.trials - sum(one.ending != "refused" for one in self.counted())
 
     def choose(self, trial: Any) -> dict[str, Any]:
-        """A point of the space. Optuna chooses the point of a trial that was killed again."""
+        """Let Optuna choose a point. For a killed trial it chooses the same point again."""
         for key, distribution in self.space.items():
             suggest(trial, key, distribution)
         return dict(trial.params)
@@ -58,7 +58,7 @@ class SearchStudy(Study):
         return [*self.request.overrides, *overrides_of(settings)]
 
     def refusal(self, overrides: Sequence[str]) -> str:
-        """Why a point of the space cannot be trained, empty if it can."""
+        """Why a point of the space cannot be trained. Empty if it can."""
         try:
             planned = plan_recipe(load_recipe(self.request.path, overrides))
         except RecipeError as error:
@@ -68,7 +68,7 @@ class SearchStudy(Study):
         return "" if planned.search.fits else "no layout fits into the devices' memory"
 
     def values(self, followed: Followed) -> dict[int, float]:
-        """Losses of validation, else of training."""
+        """Losses by step: of validation if there are any, else of training."""
         evaluations = [one for one in followed.events if one.get("kind") == "evaluation"]
         by_step: dict[int, float] = {}
         for line in evaluations if validates(self.request.recipe) else followed.metrics:

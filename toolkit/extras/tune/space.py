@@ -94,7 +94,8 @@ def load_space(path: Path, recipe: Path, overrides: Sequence[str] = ()) -> Space
 
 
 def _distribution(key: str, value: Any) -> Any:
-    """Raises ValueError, whose text is a fix, for what is no range and no choices."""
+    """The distribution of a setting. Raises ValueError for what is no range and no choices. Its
+    text is the fix."""
     distributions = optional("optuna", "tune", "dmt tune: optuna").distributions
     if is_within(key, _SAME_FOR_ALL):
         raise ValueError("remove it: it must be the same in all trials")
@@ -133,8 +134,8 @@ def _refused(
     key: str, values: Mapping[str, list[Any]], place: Location, recipe: Path,
     overrides: Sequence[str],
 ) -> Iterator[Problem]:  # fmt: skip
-    """The first objection of the recipe to a bound or choice of a setting, which it has next
-    to the first values of the others and next to their last ones."""
+    """The recipe's first objection to a bound or choice of a setting. Each is tried with the
+    other settings' first values, and with their last ones."""
     section = key.rpartition(".")[0] or key
     for one in values[key]:
         refused = []

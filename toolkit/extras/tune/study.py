@@ -31,10 +31,10 @@ from toolkit.system.install import optional
 from toolkit.text.redact import redact
 
 HEARTBEAT_S, GRACE_S = 10, 60
-"""How often a running trial gives a sign of life, and after which silence it was killed."""
+"""Seconds between a running trial's signs of life. After this silence it counts as killed."""
 _MOST_FAILURES, _MOST_REFUSALS = 5, 20
-"""Trials of `Study.fatal` endings, and points that the recipe's rules refuse, before any trial
-was measured."""
+"""When a tuning is given up that has measured nothing: after so many trials of `Study.fatal`
+endings, or after so many points that the recipe's rules refuse."""
 FAILURES = ("failed", "hung")
 """Endings that say nothing about the settings of the trial."""
 _POLL_S = 0.5
@@ -73,7 +73,7 @@ class TrialRecord:
     """What the study measures: the loss at the end, or seconds per step."""
     memory_gib: float | None = None
     details: dict[str, Any] = field(default_factory=dict)
-    """What else the study records."""
+    """Further values that the study records."""
 
     @property
     def measured(self) -> bool:
@@ -89,7 +89,7 @@ class _Interrupted(Exception):
 
 
 class _SaysNothing(Exception):
-    """A trial that failed says nothing about its settings."""
+    """Raised for a trial whose failure says nothing about its settings."""
 
 
 class Study(ABC):
@@ -102,14 +102,15 @@ class Study(ABC):
     may run trials at once. Otherwise a trial ends at step `end`, a killed one is repeated from
     its first step, and one process has the folder."""
     columns: ClassVar[Mapping[str, Callable[[TrialRecord], str]]]
-    """What is printed of each trial."""
+    """The columns printed for each trial."""
     fatal: ClassVar[Sequence[str]]
-    """Endings of which many, before any trial was measured, give the tuning up."""
+    """Endings that give the tuning up if many come before the first result."""
     end: int
     """Step at which a trial has its result."""
 
     def __init__(self, request: TuneRequest, **identity: str) -> None:
-        """`identity`: what all trials have in common besides the recipe, by what it is called.
+        """`identity` names what all trials have in common besides the recipe. Raises as
+        `make_folder` and `_storage` do. Raises PlanError if the folder has another study.
 
         Raises as `make_folder` and `_storage` do, PlanError if the folder has another study.
         """
@@ -134,7 +135,7 @@ class Study(ABC):
 
     @abstractmethod
     def choose(self, trial: Any) -> dict[str, Any]:
-        """The settings of an Optuna trial that starts, of one that is retried those that it had
+        """The settings for an Optuna trial that starts. A trial that is retried keeps its own
         (user attribute `settings`). Prepares the study's pruner for it."""
 
     @abstractmethod
@@ -143,10 +144,10 @@ class Study(ABC):
 
     @abstractmethod
     def values(self, followed: Followed) -> dict[int, float]:
-        """What a running trial has measured, by the step."""
+        """The values that a running trial has measured, by step."""
 
     def refusal(self, overrides: Sequence[str]) -> str:  # noqa: ARG002 - of a subclass
-        """Why the recipe's rules refuse a trial, empty if they do not."""
+        """Why the recipe's rules refuse a trial. Empty if they do not."""
         return ""
 
     def details(
@@ -154,12 +155,13 @@ class Study(ABC):
         settings: Mapping[str, Any],  # noqa: ARG002 - of a subclass
         value: float | None,  # noqa: ARG002
     ) -> dict[str, Any]:
-        """What else is recorded of a trial."""
+        """Further values to record of a trial."""
         return {}
 
     def run(self, on_end: Callable[[TrialRecord], None] = lambda _: None) -> bool:
-        """Run the trials that are left; `on_end` gets each when it is recorded. False when a
-        signal ended it early. `failure` says why it was given up. Raises as `_storage` does."""
+        """Run the trials that are left, and call `on_end` with each recorded one. Returns False
+        if a signal ended it early. `failure` then says why the tuning was given up, if it was.
+        Raises as `_storage` does."""
         self._on_end = on_end
         with StopSignals() as signals, self._storage():
             self._interrupted = lambda: bool(signals.stop_requested)
@@ -180,7 +182,7 @@ class Study(ABC):
         return True
 
     def records(self) -> list[TrialRecord]:
-        """The last trial of all settings."""
+        """The newest finished trial of each combination of settings."""
         ended = [
             _RECORD.validate_python(one.user_attrs["record"])
             for one in self.study.get_trials(deepcopy=False)
@@ -189,11 +191,11 @@ class Study(ABC):
         return [*{json.dumps(one.settings, sort_keys=True): one for one in ended}.values()]
 
     def counted(self) -> list[TrialRecord]:
-        """The trials that are not repeated."""
+        """The trials that this start does not repeat."""
         return [one for one in self.records() if one.number not in self._before]
 
     def ranked(self) -> list[TrialRecord]:
-        """The best first, then the others by their steps."""
+        """Trials that came to their end, best first. Then the others, most steps first."""
 
         def rank(one: TrialRecord) -> tuple[bool, int, float]:
             steps = 0 if one.measured else -one.steps
@@ -206,8 +208,8 @@ class Study(ABC):
         return next((one for one in self.ranked() if one.measured), None)
 
     def _objective(self, trial: Any) -> float:
-        """Run a trial; its value. TPE learns from a pruned trial that its point is bad, from a
-        failed one nothing."""
+        """Run a trial and return its value. TPE learns from a pruned trial that its point is
+        bad. From a failed one it learns nothing."""
         settings = self.choose(trial)
         trial.set_user_attr("settings", settings)
         record = self._trained(trial, settings)
@@ -264,8 +266,8 @@ class Study(ABC):
         )
 
     def _drop_checkpoints(self) -> None:
-        """Checkpoints are kept for the best trial only. Other processes may have ended trials
-        since the last call."""
+        """Delete the checkpoints of all trials but the best. Other processes may have ended
+        trials since the last call."""
         best = self.best()
         for one in self.records():
             folder = RunDirectory(trial_folder(self.request.folder, one.number))
@@ -288,7 +290,7 @@ class Study(ABC):
         return True
 
     def _open(self) -> None:
-        """Load or create the study, one process after the other: Optuna makes its tables."""
+        """Load or create the study. One process at a time, because Optuna makes its tables."""
         file = self.request.folder / "study.db"
         with file.with_suffix(".lock").open("a") as lock:
             with suppress(OSError):  # SQLite reports a file system without locks
@@ -343,7 +345,7 @@ class Study(ABC):
 
 
 def _origin(error: BaseException) -> BaseException:
-    """The error that others were raised for: Optuna and SQLAlchemy wrap those of SQLite."""
+    """The first error in a chain of errors. Optuna and SQLAlchemy wrap those of SQLite."""
     return error if error.__context__ is None else _origin(error.__context__)
 
 
@@ -361,7 +363,7 @@ def trial_folder(tune_dir: Path, number: int) -> Path:
 
 
 def _number(trial: Any) -> int:
-    """The folder of an Optuna trial: that of its first start."""
+    """The folder number of an Optuna trial, which is that of its first start."""
     return int(trial.user_attrs.get("folder", trial.number))
 
 

@@ -30,12 +30,12 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.events import valid_event
 
 Ending = Literal["done", "stopped", "interrupted", "out_of_memory", "hung", "failed"]
-"""`stopped`: by its caller's decision; `interrupted`: it saved and ended because the caller is
-ending, and the same call continues it."""
+"""How a trial ended. `stopped`: by its caller's decision. `interrupted`: it saved because the
+caller is ending. The same call continues it."""
 
 _POLL_S = 0.1
 _TAIL_LINES = 4
-"""Last lines of a launcher that printed no line of its own about its end."""
+"""Last lines shown of a launcher that said nothing itself about its end."""
 _KILL_GRACE_S = 20.0
 """Time that a launcher has to end its ranks after the third interrupt."""
 _ORPHANS_S = 2 * ORPHAN_GRACE_S
@@ -153,7 +153,8 @@ def wait_until_free(folder: Path) -> None:
 
 
 def _has_grown(run: RunDirectory, followed: Followed) -> bool:
-    """Read a run directory's files again if they are larger; whether there is a new line."""
+    """Read a run directory's files again if they have grown. Returns whether there is a new
+    line."""
     files = (run.metrics, run.events)
     sizes = [file.stat().st_size if file.exists() else 0 for file in files]
     if sizes == followed.sizes:
@@ -166,14 +167,14 @@ def _has_grown(run: RunDirectory, followed: Followed) -> bool:
 
 
 def _stepped(line: dict[str, Any]) -> dict[str, Any] | None:
-    """A line of metrics.jsonl; None for a damaged one."""
+    """The step and numbers of a line of metrics.jsonl. None for a damaged one."""
     return line if isinstance(line.get("step"), int) else None
 
 
 @contextmanager
 def _started(command: Sequence[str], folder: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """The launcher, which has ended together with its ranks when this is left, or when the
-    kernel sees this thread end."""
+    """Start the launcher. Launcher and ranks have ended when this is left, or when this thread
+    ends."""
     with (folder / "launch.log").open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -199,7 +200,8 @@ def _follow(
     interrupted: Callable[[], bool],
     hang_s: float,
 ) -> tuple[Ending, str] | None:
-    """Wait for the end, at which `process` may still run; None: it ended by itself."""
+    """Wait for the end. Returns ending and reason if `process` may still run, otherwise
+    None."""
     silent_s = _SILENT_LIMITS * hang_s + _SILENT_EXTRA_S
     silence, asked = Deadline(), False
     silence.start(silent_s)
@@ -221,7 +223,7 @@ def _follow(
 
 
 def _ending(code: int, events: Sequence[dict[str, Any]], folder: Path) -> tuple[Ending, str]:
-    """How a launcher that ended by itself ended, and why."""
+    """How a launcher that ended by itself did so, and why."""
     if code == EXIT_DONE:
         return "done", ""
     if code == EXIT_RESUMABLE:
@@ -240,8 +242,8 @@ def _ending(code: int, events: Sequence[dict[str, Any]], folder: Path) -> tuple[
 
 
 def _end_launcher(process: "subprocess.Popen[bytes]") -> None:
-    """End a launcher with its ranks and their children: it kills them at the third interrupt,
-    and the kernel does when it dies itself."""
+    """End a launcher with its ranks and their children. It kills them at the third interrupt.
+    If it dies itself, the kernel kills them."""
     grace = Deadline()
     grace.start(_KILL_GRACE_S)
     while process.poll() is None and not grace.passed:

@@ -21,11 +21,12 @@ from toolkit.text.generated import check_out
 
 HEADER = "# Written by `dmt tune"
 _NEUTRAL: tuple[object, ...] = (1, False, None, "none", [])
-"""Values of a layout that uses nothing of a dimension."""
+"""Values of a layout that leave a dimension unused."""
 
 
 def tuned_path(recipe: Path) -> Path:
-    """`RECIPE.tuned.yaml` next to the recipe; of a shipped one, in the working directory."""
+    """`RECIPE.tuned.yaml` next to the recipe. For a shipped recipe, in the working
+    directory."""
     file = find_recipe(recipe)
     name = f"{file.stem}.tuned.yaml"
     return Path(name) if RECIPES in file.resolve().parents else file.with_name(name)
@@ -86,7 +87,7 @@ def _plans_as(best: TrialRecord, recipe: Recipe, cluster: Cluster | None) -> boo
 
 
 def _extended(recipe: Path, file: Path) -> str:
-    """The value of `extends` in `file`."""
+    """Return the value of `extends` in `file`."""
     if RECIPES in recipe.resolve().parents:
         return f"{SHIPPED}{recipe.resolve().relative_to(RECIPES)}"
     return os.path.relpath(recipe.absolute(), file.absolute().parent)

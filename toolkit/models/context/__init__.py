@@ -67,10 +67,10 @@ class Context:
         return own(rows, self.rank, self.degree)
 
     def whole(self, log_probs: Tensor) -> Tensor:
-        """[rows, own positions] of every rank → [rows, length] in natural order.
+        """Gathers [rows, own positions] of every rank into [rows, length], in natural order.
 
-        Every rank has the loss of whole rows, so that backward takes this rank's part of the
-        gradient and sums nothing.
+        Every rank computes the same loss. Backward keeps this rank's part of the gradient and
+        does not sum over ranks.
         """
         return natural(gathered(log_probs, self.group, summed=False))
 

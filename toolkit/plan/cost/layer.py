@@ -90,7 +90,7 @@ class ContextSplit(NamedTuple):
 
 
 def context_split(workload: Workload, layout: Layout) -> ContextSplit:
-    """The exchange of a micro batch."""
+    """Elements of attention on a rank, for one layer and micro batch."""
     spec, tp, cp = workload.spec, layout.tp, layout.cp
     of_heads = tokens_of(workload, layout) * spec.head_dim
     query, key = of_heads * spec.heads / tp, of_heads * spec.kv_heads / tp

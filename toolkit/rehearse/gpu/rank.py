@@ -50,10 +50,10 @@ def read(run_dir: Path) -> Assignment:
 
 
 def rehearse(assignment: Assignment, rank: int, mode: FakeTensorMode) -> Peak:
-    """The memory of `rank` in a step, under the mode of `device.pretend`; once in a process.
+    """The peak memory of `rank` in one step, under the mode of `device.pretend`.
 
-    The step before it makes the optimizer's states. Raises what the engine raises; tensors of
-    two devices in one operator are a RuntimeError of torch.
+    Call it once in a process. A step before creates the optimizer's states. Raises what the
+    engine raises. If an operator gets tensors of two devices, torch raises RuntimeError.
     """
     layout, recipe = assignment.plan.layout, assignment.recipe
     world, samples = layout.world, layout.micro_batches[layout.data_rank(rank)]
