@@ -204,6 +204,20 @@ def test_waiting_has_a_limit() -> None:
     assert str(build_folder("cpu_adam")) in told.value.fix
 
 
+def test_a_folder_that_cannot_be_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a home that is read-only."""
+    file = tmp_path / "file"
+    file.touch()
+    for variable in ("XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+        monkeypatch.setenv(variable, str(file))
+        with pytest.raises(BackendUnavailable, match=f"{file}/.*: Not a directory") as told:
+            build(["cpu_adam"], print)
+        assert f"set {variable} to a folder" in told.value.fix
+
+
 def test_the_build_folder_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from torch.utils.cpp_extension import _get_build_directory
 

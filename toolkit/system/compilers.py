@@ -94,8 +94,8 @@ def private_folder(*names: str) -> Path:
     """Create a folder under DMT's cache for code that will be executed, private to this user.
 
     If the home directory is on another machine, use this machine's temporary folder. Otherwise
-    all nodes would write the same files. Raises BackendUnavailable where another user owns it
-    or may write to it.
+    all nodes would write the same files. Raises BackendUnavailable where it cannot be created,
+    or another user owns it or may write to it.
     """
     folders = [(user_cache() / "dmt").joinpath(*names)]
     stated = os.environ.get("XDG_CACHE_HOME")
@@ -103,7 +103,13 @@ def private_folder(*names: str) -> Path:
         local = Path(tempfile.gettempdir()) / f"dmt-{os.getuid()}"
         folders = [local, local.joinpath(*names)]  # all users may write around the first
     for folder in folders:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        except OSError as error:
+            raise BackendUnavailable(
+                f"{folder}, where compiled code is kept, cannot be created: {error.strerror}",
+                fix="set XDG_CACHE_HOME to a folder that you can write to",
+            ) from error
         found = folder.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise BackendUnavailable(

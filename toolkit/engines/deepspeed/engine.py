@@ -57,7 +57,7 @@ class DeepSpeedEngine(totals.LogProbEngine):
         self.copies = setup.layout.dp * setup.layout.cp
         self.copy = setup.ranks.rank // setup.layout.tp
         self.stage = setup.layout.zero_stage
-        if ops.required_ops(setup.engine_config):
+        if ops.compiled_at_start(ops.required_ops(setup.engine_config)):
             ops.use_own_folder()
         deepspeed = import_deepspeed()
         if self.device.type == "cuda":

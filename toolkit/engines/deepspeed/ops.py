@@ -125,17 +125,29 @@ def build(
     """Build those of `ops` that are not built yet, calling `report` for each.
 
     Waits for another process that builds the same op. Raises BackendUnavailable when a build
-    fails or takes longer than `limit_s` seconds; its log is kept and named.
+    fails or takes longer than `limit_s` seconds; its log is kept and named. So it does
+    where the folder cannot be written to.
     """
     for op in compiled_at_start(ops) if ops else ():
-        if is_built(op) and not (build_folder(op) / "lock").exists():
-            continue
-        with _turn(op, report, limit_s) as turn:
-            if not is_built(op):
-                report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
-                start = time.monotonic()
-                _build(op, turn, limit_s)
-                report(f"built DeepSpeed op {op} in {time.monotonic() - start:.0f} s")
+        try:
+            _build_once(op, report, limit_s)
+        except OSError as error:
+            raise BackendUnavailable(
+                f"DeepSpeed op {op} cannot be built in {build_folder(op)}: {error.strerror}",
+                fix="set TORCH_EXTENSIONS_DIR to a folder that you can write to",
+            ) from error
+
+
+def _build_once(op: str, report: Callable[[str], None], limit_s: float) -> None:
+    """Build `op` unless it is built."""
+    if is_built(op) and not (build_folder(op) / "lock").exists():
+        return
+    with _turn(op, report, limit_s) as turn:
+        if not is_built(op):
+            report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
+            start = time.monotonic()
+            _build(op, turn, limit_s)
+            report(f"built DeepSpeed op {op} in {time.monotonic() - start:.0f} s")
 
 
 def use_own_folder() -> Path:
