@@ -15,7 +15,7 @@ _HOMES = {
     "plan_recipe": "toolkit.plan.planned",
     "rehearse_recipe": "toolkit.rehearse.rehearsal",
 }
-"""Homes of the Python API, imported when used; its types are in __init__.pyi."""
+"""Homes of the Python API, imported when used. Its types are in __init__.pyi."""
 __all__ = [*_HOMES]
 
 # Before transformers, PEFT or DeepSpeed import them: their complaints are of kernels that they

@@ -39,13 +39,13 @@ class Support:
     data-parallel engine can do."""
 
     auto: bool = False
-    """Whether `engine: auto` chooses it; others run when stated, or when no such pair can."""
+    """Whether `engine: auto` chooses it. Others run when stated, or when no such pair can."""
     degrees: Mapping[str, int] = field(default_factory=dict)
-    """Largest degrees, by the recipe's names: `tensor`, …; 1 where one is missing."""
+    """Largest degrees, by the recipe's names: `tensor`, …. 1 where one is missing."""
     sequence: bool = False
     """Sequence parallel inside the tensor group."""
     zero_stages: tuple[Stage, ...] = (0,)
-    """ZeRO stages; in engine megatron, 1 is megatron-core's distributed optimizer."""
+    """ZeRO stages. In engine megatron, 1 is megatron-core's distributed optimizer."""
     auto_stages_16_bit: tuple[Stage, ...] = (0, 1, 2, 3)
     """ZeRO stages that `auto` may choose in 16 bits."""
     zero_config: bool = False
@@ -55,7 +55,7 @@ class Support:
     offload_together: bool = False
     """Whether optimizer states and parameters are always on the same device."""
     recompute: tuple[RecomputeWay, ...] = ("none", "full")
-    """Activation recompute; `selective` is megatron-core's own attention recompute."""
+    """Activation recompute. `selective` is megatron-core's own attention recompute."""
     precisions: frozenset[Precision] = field(default=_PRECISIONS)
     """Precisions that the engine computes in, if the device can."""
     kernel_stages: tuple[Stage, ...] = ()
@@ -74,9 +74,9 @@ class Rehearsed(NamedTuple):
 
 
 class InAccelerate:
-    """One engine's configuration of Accelerate; the defaults are those of torch's DDP.
+    """One engine's configuration of Accelerate. The defaults are those of torch's DDP.
 
-    `config` is the output of its `Backend.render`. Scripts use transformers' models;
+    `config` is the output of its `Backend.render`. Scripts use transformers' models.
     megatron-core's is not supported.
     """
 
@@ -85,7 +85,7 @@ class InAccelerate:
     notes: ClassVar[tuple[str, ...]] = ()
     """Lines for the head of a file: where a setting means something else than in a recipe."""
     recomputes: ClassVar[bool] = False
-    """Whether Accelerate enables recompute; otherwise the model does."""
+    """Whether Accelerate enables recompute. Otherwise the model does."""
 
     def reduces_every_batch(self, layout: Layout) -> bool:
         """Are gradients reduced after every micro batch? If not, once a step."""
@@ -96,11 +96,11 @@ class InAccelerate:
         return "MULTI_GPU" if world > 1 else "NO"
 
     def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
-        """The part of the YAML file that configures training; `precision` is Accelerate's."""
+        """The part of the YAML file that configures training. `precision` is Accelerate's."""
         return dump({"mixed_precision": precision}, flow=False)
 
     def mesh(self, layout: Layout) -> dict[str, object]:
-        """Accelerate's `ParallelismConfig` by the names of its fields; empty: not needed."""
+        """Accelerate's `ParallelismConfig` by the names of its fields. Empty: not needed."""
         return {}
 
     def prepare_process(self) -> None:
@@ -131,7 +131,7 @@ class Backend:
     engine: ClassVar[str]
     """`module:class` of the engine that trains."""
     supports: ClassVar[Mapping[ModelName, Support]]
-    """By model implementation; what is missing is refused."""
+    """By model implementation. What is missing is refused."""
     packages: ClassVar[Mapping[str, str]] = {}
     """Distributions that it needs besides torch and transformers, and the module of each."""
     device_variable: ClassVar[str] = ""
@@ -141,7 +141,7 @@ class Backend:
     distributed_types: ClassVar[tuple[str, ...]] = ()
     """Values of Accelerate's `distributed_type` that mean this engine."""
     accelerate: ClassVar[InAccelerate | None] = None
-    """How Accelerate carries out its plans; None where it cannot."""
+    """How Accelerate carries out its plans. None where it cannot."""
     rehearsals: ClassVar[tuple[Rehearsed, ...]] = ()
     """In which layouts `dmt rehearse` tries it."""
     cost: ClassVar[EngineCost]
@@ -153,7 +153,7 @@ class Backend:
         return recipe
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
-        """The engine's complete configuration; empty without one.
+        """The engine's complete configuration. Empty without one.
 
         Raises RecipeError where a file that the recipe names disagrees with the recipe.
         """
@@ -167,7 +167,7 @@ class Backend:
         """Variables that must be set before a worker first touches its GPU.
 
         One queue to the GPU keeps tensor-parallel communication ahead of the products that
-        hide it (megatron-core's own advice up to Hopper); it would slow ZeRO-3's gathers.
+        hide it (megatron-core's own advice up to Hopper). It would slow ZeRO-3's gathers.
         """
         name = "CUDA_DEVICE_MAX_CONNECTIONS"
         if gpu == "cpu" or layout.tp == 1 or name in os.environ:
@@ -186,7 +186,7 @@ class Backend:
 
     def reduce_bytes(self, zero: ZeroSection) -> float | None:
         """Bytes per gradient element on the wire, where a configuration of the user's own
-        states its type; None: the engine's own choice."""
+        states its type. None: the engine's own choice."""
         return None
 
     def refusal(self, job: PlanRequest, model: ModelName) -> Problem | None:

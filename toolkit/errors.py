@@ -41,7 +41,7 @@ class Problem:
     file: str = ""
     """File that states the setting, or '--set' for an override. Empty when unknown."""
     line: int = 0
-    """1-based line in `file`; 0 when there is none."""
+    """1-based line in `file`. 0 when there is none."""
 
     def __post_init__(self) -> None:
         """Make every text printable and one line: a recipe's keys and values are in them."""
@@ -117,6 +117,6 @@ class RunFailed(DmtError):
 
 
 class Stopped(DmtError):
-    """A signal stopped the run after it saved; the same command resumes it."""
+    """A signal stopped the run after it saved. The same command resumes it."""
 
     exit_code = EXIT_RESUMABLE

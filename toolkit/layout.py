@@ -29,7 +29,7 @@ Exchange = Literal["all_gather", "ulysses"]
 """How the ranks of a context group exchange keys and values (models/context/)."""
 
 _CHUNK_LOGITS = 2**26
-"""A quarter of a GiB in fp32; at its peak, a loss holds some such copies."""
+"""A quarter of a GiB in fp32. At its peak, a loss holds some such copies."""
 
 
 class Pair(NamedTuple):
@@ -44,7 +44,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of parallelism and batch split; `world = dp · tp · pp · cp`."""
+    """Degrees of parallelism and batch split. `world = dp · tp · pp · cp`."""
 
     dp: int = 1
     tp: int = 1
@@ -55,7 +55,7 @@ class Layout:
     sequence_parallel: bool = False
     zero_stage: Stage = 0
     replicate: int = 1
-    """Number of replicas of the sharded model (FSDP2's hybrid sharding); it divides dp · cp."""
+    """Number of replicas of the sharded model (FSDP2's hybrid sharding). It divides dp · cp."""
     offload_optimizer: Placement = "none"
     offload_parameters: Placement = "none"
     recompute: Recompute = "none"
@@ -68,14 +68,14 @@ class Layout:
     experts: ExpertProducts = "sequential"
     """Whether a rank's experts are computed in turn, or all at once."""
     exchange: Exchange = "all_gather"
-    """Exchange of context parallel; without it, none takes place."""
+    """Exchange of context parallel. Without it, none takes place."""
     micro_batch: int = 1
     gradient_accumulation: int = 1
     shares: tuple[int, ...] = ()
-    """Samples of a micro batch on each data-parallel rank, where they differ; `micro_batch` is
+    """Samples of a micro batch on each data-parallel rank, where they differ. `micro_batch` is
     then the largest. Empty: `micro_batch` on every rank."""
     stages: tuple[int, ...] = ()
-    """Layers of each of the pp · vpp model chunks, in model order; empty: `stage_layers`'."""
+    """Layers of each of the pp · vpp model chunks, in model order. Empty: `stage_layers`'."""
 
     @property
     def compiles(self) -> str | None:

@@ -116,4 +116,4 @@ ENGINES: Registry[Any] = Registry(
         "ddp": "toolkit.engines.ddp.backend:BACKEND",
     },
 )
-"""Every engine by its name, for the recipe, which knows no `Backend`; others use `BACKENDS`."""
+"""Every engine by its name, for the recipe, which knows no `Backend`. Others use `BACKENDS`."""

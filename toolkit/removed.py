@@ -283,7 +283,7 @@ COMMANDS: dict[str, str] = {
 def without_unset(stated: Any, prefix: str = "") -> Any:
     """A stated recipe without the removed settings that are null or at what was their default.
 
-    Lists keep their order; what is neither a map nor a list is returned as it is.
+    Lists keep their order. What is neither a map nor a list is returned as it is.
     """
     if isinstance(stated, Mapping):
         paths = {key: f"{prefix}.{key}" if prefix else str(key) for key in stated}
@@ -312,7 +312,7 @@ def _same(default: object, value: object) -> bool:
 
 
 def removed_command(arguments: Sequence[str]) -> tuple[str, str] | None:
-    """The removed command or option in a command line (without `dmt`), and what to do instead;
+    """The removed command or option in a command line (without `dmt`), and what to do instead.
     None if there is none."""
     words = (one.replace("=", " ", 1) if one.startswith("-") else one for one in arguments)
     text = f" {' '.join(words)} "

@@ -19,7 +19,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A finished checkpoint; its files are not verified."""
+    """A finished checkpoint. Its files are not verified."""
 
     folder: Path
     manifest: Manifest

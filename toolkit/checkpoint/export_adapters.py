@@ -25,7 +25,7 @@ from toolkit.removed import without_unset
 
 
 def saved_lora(manifest: Manifest, config: PretrainedConfig) -> Lora | None:
-    """The adapters of a checkpoint of a model with this `config`; None without any."""
+    """The adapters of a checkpoint of a model with this `config`. None without any."""
     if manifest.adapter is None:
         return None
     # Earlier releases also stored how the adapters started.
@@ -62,7 +62,7 @@ def write_peft(
 
 def _difference(folder: Path, lora: Lora, config: PretrainedConfig) -> str:
     """How PEFT, which skips tensors that it does not expect, would not use the adapters in
-    `folder`; empty if it would. The model is built on the meta device."""
+    `folder`. Empty if it would. The model is built on the meta device."""
     import peft  # takes seconds
 
     stated = peft.LoraConfig.from_pretrained(folder)
@@ -97,7 +97,7 @@ class MergedWeights:
         }
 
     def in_pieces(self, quantity: str, tensor: str) -> Iterator[Tensor]:
-        """See `SavedState.in_pieces`; `quantity` is `weight`."""
+        """See `SavedState.in_pieces`. `quantity` is `weight`."""
         down, up = self._factors(quantity, tensor)
         for block in pieces(whole_block(tensor, self.shapes[tensor])):
             piece = self.base.read_block(block).float()

@@ -2,7 +2,7 @@
 
 `index.json` has a text for every quantity of every tensor: its rectangles, each after the
 number in its file's name, as in `00000[0:32,0:64] 00001[32:64,0:64]`. A rank opens only the
-files that it needs. Checkpoints of 0.1 have no index; it is made of the headers of all files.
+files that it needs. Checkpoints of 0.1 have no index. It is made of the headers of all files.
 """
 
 import json

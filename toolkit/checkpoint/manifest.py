@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: its content, and how it is verified.
 
-`manifest.json` is written last and names every file with its size and SHA-256; its own hash is
+`manifest.json` is written last and names every file with its size and SHA-256. Its own hash is
 its last entry. A folder without a manifest that matches its own hash is not a checkpoint.
 """
 
@@ -61,7 +61,7 @@ class Manifest:
     versions: dict[str, Any]
     """Versions of the packages that wrote it."""
     consumed_tokens: Count | None = None
-    """Unmasked tokens of these sequences; None if an earlier release did not count them."""
+    """Unmasked tokens of these sequences. None if an earlier release did not count them."""
     base: str | None = None
     """For a run with adapters, the `fingerprint` of the base weights."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
@@ -76,7 +76,7 @@ class Manifest:
 
     @property
     def validation_loss(self) -> float | None:
-        """Loss of these weights; None if they were saved without a validation."""
+        """Loss of these weights. None if they were saved without a validation."""
         return self.validation.loss_at(self.step)
 
     @property
@@ -96,7 +96,7 @@ class Manifest:
 
     @property
     def adapter(self) -> dict[str, Any] | None:
-        """The recipe's `adapter`; with one, the weights that do not train are not in the
+        """The recipe's `adapter`. With one, the weights that do not train are not in the
         checkpoint."""
         return self.recipe.get("adapter")
 
@@ -174,7 +174,7 @@ def _check_inside(name: str) -> None:
 
 
 def write_synced(path: Path, content: bytes) -> FileRecord:
-    """Write a small file to disk and sync it; the caller syncs its folder."""
+    """Write a small file to disk and sync it. The caller syncs its folder."""
     path.parent.mkdir(exist_ok=True)
     with path.open("wb") as file:
         file.write(content)
@@ -184,7 +184,7 @@ def write_synced(path: Path, content: bytes) -> FileRecord:
 
 
 def record_of(path: Path, tick: Callable[[int], None] = lambda _: None) -> FileRecord:
-    """Size and hash of a file as it is on disk; `tick` gets the bytes read. Raises OSError."""
+    """Size and hash of a file as it is on disk. `tick` gets the bytes read. Raises OSError."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while content := file.read(_READ_BYTES):
@@ -203,7 +203,7 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def size_problem(folder: Path, name: str, expected: FileRecord) -> str | None:
-    """The problem of a file, judged by its size; None if there is none."""
+    """The problem of a file, judged by its size. None if there is none."""
     try:
         size = regular_inside(folder, name).stat().st_size
     except FileNotFoundError:
@@ -218,7 +218,7 @@ def size_problem(folder: Path, name: str, expected: FileRecord) -> str | None:
 def problem_with(
     folder: Path, name: str, expected: FileRecord, tick: Callable[[int], None] = lambda _: None
 ) -> str | None:
-    """The problem of a checkpoint file; None if there is none."""
+    """The problem of a checkpoint file. None if there is none."""
     if (problem := size_problem(folder, name, expected)) is not None:
         return problem
     try:

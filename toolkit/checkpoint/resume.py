@@ -33,9 +33,9 @@ def find_newest(
     expected: bool,
     verifying: Callable[[int], Callable[[int], None]] = lambda _: lambda _: None,
 ) -> ResumePoint | None:
-    """The newest checkpoint that verifies, the same on every rank; collective.
+    """The newest checkpoint that verifies, the same on every rank. Collective.
 
-    `verifying` gets the number of bytes of a checkpoint that this rank verifies; the function
+    `verifying` gets the number of bytes of a checkpoint that this rank verifies. The function
     that it returns gets the progress.
 
     None if there is none and none is `expected`. Raises CheckpointError if one is expected, or
@@ -65,7 +65,7 @@ def find_newest(
 def require_whole_together(
     path: Path, verifying: Callable[[int], Callable[[int], None]] = lambda _: lambda _: None
 ) -> Path:
-    """The checkpoint that `path` means, as `locate` has it; collective. `verifying` is as in
+    """The checkpoint that `path` means, as `locate` has it. Collective. `verifying` is as in
     `find_newest`. Raises CheckpointError, on every rank, unless all files have their hashes."""
     folder: Path
     folder, problem = _from_rank_0(lambda: _or_problem(lambda: locate(path).folder, path))
@@ -86,7 +86,7 @@ def _or_problem(ask: Callable[[], Any], otherwise: Any = None) -> tuple[Any, str
 def _verified(
     folder: Path, verifying: Callable[[int], Callable[[int], None]]
 ) -> tuple[Manifest | None, list[str]]:
-    """A checkpoint's manifest and what is wrong with it; every rank hashes its share."""
+    """A checkpoint's manifest and what is wrong with it. Every rank hashes its share."""
     manifest, problem = _from_rank_0(lambda: _or_problem(lambda: Manifest.read(folder)))
     if manifest is None:
         return None, [problem]
@@ -100,7 +100,7 @@ def _verified(
 
 
 def check_shared_disk(folder: Path) -> None:
-    """Refuse a folder that not all ranks share; collective. Raises CheckpointError."""
+    """Refuse a folder that not all ranks share. Collective. Raises CheckpointError."""
     mark: Path = _from_rank_0(lambda: _make_mark(folder))
     seen: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(seen, None if mark.exists() else socket.gethostname())

@@ -158,7 +158,7 @@ class SavedState:
         return CheckpointError(f"{path} cannot be read: {error}", fix=DAMAGED)
 
     def load(self, shard: StateShard) -> None:
-        """Load all quantities of a rank's shard; frozen shards of a run with adapters keep the
+        """Load all quantities of a rank's shard. Frozen shards of a run with adapters keep the
         values that the model was built with."""
         if self._adapters_alone and not shard.trains:
             return

@@ -3,7 +3,7 @@ at all.
 
 Training stops only while a rank copies its state to host memory. Writing, hashing and
 committing happen in a thread, which communicates by messages: of collectives in one group, two
-threads would mix the order. One save is in flight at most; the next one waits for it.
+threads would mix the order. One save is in flight at most. The next one waits for it.
 """
 
 import hashlib
@@ -41,11 +41,11 @@ class SaveOutcome:
     """How a save ended, the same on every rank."""
 
     manifest: Manifest
-    """With the files of all ranks; without them when it failed."""
+    """With the files of all ranks. Without them when it failed."""
     seconds: float
     """Seconds from the start until it was on disk."""
     problem: str | None
-    """Why there is no checkpoint; None if there is one."""
+    """Why there is no checkpoint. None if there is one."""
     complaint: str | None = None
     """Problems after the commit: the hint `latest`, or the removal of old checkpoints."""
 
@@ -53,7 +53,7 @@ class SaveOutcome:
 class Saver:
     """Writes checkpoints into a store. Creating one is collective, and so is every method.
 
-    `group`: gloo, of all ranks, in which nobody else sends messages; None: the default one.
+    `group`: gloo, of all ranks, in which nobody else sends messages. None: the default one.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Saver:
             self._in_flight.exception()  # waits
 
     def finished(self, *, wait: bool = False) -> SaveOutcome | None:
-        """The outcome of the save in flight, once; None while it runs or without one.
+        """The outcome of the save in flight, once. None while it runs or without one.
 
         Unless it waits, ranks see it at different times.
         """
@@ -108,7 +108,7 @@ class Saver:
         return saved
 
     def close(self) -> None:
-        """End the thread; the last outcome was taken."""
+        """End the thread. The last outcome was taken."""
         self._thread.shutdown()
 
     def _write(
@@ -119,7 +119,7 @@ class Saver:
         began: float,
         copied: Callable[[], None],
     ) -> SaveOutcome:
-        """Write, gather, commit; in the thread."""
+        """Write, gather, commit. In the thread."""
         leader = dist.get_rank() == 0
 
         def begin() -> None:
@@ -147,14 +147,14 @@ class Saver:
     def _write_own(
         self, folder: Path, entries: list[TensorToWrite], companions: Mapping[str, bytes]
     ) -> dict[str, FileRecord]:
-        """Write this rank's files to disk and sync; returns their records."""
+        """Write this rank's files to disk and sync. Returns their records."""
         failpoint("checkpoint.write")
         records = write_state(folder, dist.get_rank(), entries)
         failpoint("checkpoint.written")
         return records | (write_companions(folder, companions) if dist.get_rank() == 0 else {})
 
     def _agree(self, action: Callable[[], Any]) -> tuple[str | None, list[Any]]:
-        """Run `action` on every rank; the first rank's problem, and what all returned."""
+        """Run `action` on every rank. The first rank's problem, and what all returned."""
         problem, result = None, None
         try:
             result = action()

@@ -4,7 +4,7 @@ The state of a run is three fp32 tensors for every tensor of the Hugging Face ch
 weight and Adam's two moments, unless the optimizer keeps other states (`state_quantities`). A
 rank holds some of their elements, as its engine declares: a `StateShard` is a range of elements
 with the corresponding rectangles (`Block`) of checkpoint tensors. Saving writes the rectangles
-under names that describe them; loading reads the rectangles that the new layout needs. So every
+under names that describe them. Loading reads the rectangles that the new layout needs. So every
 checkpoint serves every layout and engine.
 """
 
@@ -23,7 +23,7 @@ from toolkit.models.weights import checkpoint_names, correction_biases
 from toolkit.optimizers.base import MOMENTS, OPTIMIZERS, Quantity
 
 QUANTITIES = ("weight", *MOMENTS)
-"""The fp32 weight, and Adam's first and second moment; Muon's momentum is a first one."""
+"""The fp32 weight, and Adam's first and second moment. Muon's momentum is a first one."""
 OUTER_QUANTITIES = ("outer_anchor", "outer_momentum")
 """Quantities of runs with `parallel.outer` only."""
 _KINDS = {
@@ -68,14 +68,14 @@ class StateShard:
         return len(self.quantities) > 1
 
     def get(self, quantity: str) -> Tensor:
-        """The values of `quantity`, flat; elements beyond the blocks are padding.
+        """The values of `quantity`, flat. Elements beyond the blocks are padding.
 
         A copy if a frozen weight is kept in 16 bits.
         """
         return self._values[quantity].detach().view(-1).to(dtype_of(quantity))
 
     def put(self, quantity: str, values: Tensor) -> None:
-        """Replace the values of `quantity`; `values` [elements of the blocks] is flat."""
+        """Replace the values of `quantity`. `values` [elements of the blocks] is flat."""
         self._values[quantity].detach().view(-1)[: values.numel()].copy_(values)
 
 
@@ -146,7 +146,7 @@ def block_shape(block: Block) -> tuple[int, ...]:
 
 
 def cut(blocks: Sequence[Block], start: int, stop: int) -> list[Block]:
-    """The blocks of elements [start, stop) of flattened `blocks`; the rest is padding.
+    """The blocks of elements [start, stop) of flattened `blocks`. The rest is padding.
 
     A range of elements of a matrix is at most three rectangles: the end of a row, whole rows,
     the beginning of a row.
@@ -189,7 +189,7 @@ def stored_values(block: Block, offset: int, flat: Tensor) -> Tensor:
 
 
 def key_of(quantity: str, block: Block) -> str:
-    """The name of a stored rectangle: `exp_avg/model.norm.weight[0:64]`; every other column of
+    """The name of a stored rectangle: `exp_avg/model.norm.weight[0:64]`. Every other column of
     a matrix: `[0:64,0:95:2]`."""
     assert not block.transposed, "stored as the checkpoint has it"
     columns = "" if block.columns is None else f",{_spelt(block.column_numbers)}"
@@ -203,7 +203,7 @@ def _spelt(numbers: range) -> str:
 
 @lru_cache(1 << 16)  # many tensors are cut alike
 def rectangle(spelt: str) -> Block | None:
-    """The rectangle `[0:64,0:95:2]` of a tensor without a name; None if it is invalid."""
+    """The rectangle `[0:64,0:95:2]` of a tensor without a name. None if it is invalid."""
     match = _RECTANGLE.fullmatch(spelt)
     if match is None:
         return None
@@ -215,7 +215,7 @@ def rectangle(spelt: str) -> Block | None:
 
 
 def _numbers(spelt: str) -> range | None:
-    """The range of an axis in a stored name; None if it is invalid."""
+    """The range of an axis in a stored name. None if it is invalid."""
     match = _NUMBERS.fullmatch(spelt)
     step = int(match[3] or 1) if match else 0
     return range(int(match[1]), int(match[2]), step) or None if match and step else None

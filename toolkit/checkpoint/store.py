@@ -1,8 +1,8 @@
 """The checkpoints under one folder: listing, committing and removing them.
 
-`step-N.tmp` is a checkpoint that is being written; nobody reads it. When all of it is on disk
+`step-N.tmp` is a checkpoint that is being written. Nobody reads it. When all of it is on disk
 rank 0 renames it to `step-N`. A kill at any moment leaves the whole checkpoint or a `.tmp`
-folder. `latest` names the newest one for people and scripts; it is only used here to detect
+folder. `latest` names the newest one for people and scripts. It is only used here to detect
 that a checkpoint once existed.
 """
 
@@ -31,7 +31,7 @@ def folder_name(step: int) -> str:
 
 def step_of(folder: Path) -> int:
     """The step of a folder of `CheckpointStore.finished`: its manifest's, regardless of the
-    name; the name's if the manifest cannot be read."""
+    name. The name's if the manifest cannot be read."""
     try:
         return Manifest.read(folder).step
     except CheckpointError:
@@ -49,7 +49,7 @@ def quarantine(folder: Path, reason: str) -> None:
 
 
 class CheckpointStore:
-    """The checkpoints of a run; `keep` of the newest stay, and `keep_best` of those with the
+    """The checkpoints of a run. `keep` of the newest stay, and `keep_best` of those with the
     lowest validation loss. Not collective: rank 0's work."""
 
     def __init__(self, folder: Path, keep: int, keep_best: int = 0) -> None:
@@ -70,7 +70,7 @@ class CheckpointStore:
         )
 
     def newest_step(self) -> int:
-        """The step of the newest finished checkpoint that has a manifest; 0 without one."""
+        """The step of the newest finished checkpoint that has a manifest. 0 without one."""
         folders = [path for path in self.finished() if (path / MANIFEST).exists()]
         return max(map(step_of, folders), default=0)
 
@@ -80,7 +80,7 @@ class CheckpointStore:
 
     def best(self, count: int = 1, until: int | None = None) -> set[int]:
         """Steps of the finished checkpoints with the lowest validation loss, up to step
-        `until`; empty where none has one."""
+        `until`. Empty where none has one."""
         losses = []
         for folder in self.finished():
             with suppress(CheckpointError):  # a damaged one is no candidate
@@ -110,7 +110,7 @@ class CheckpointStore:
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def commit(self, manifest: Manifest) -> str | None:
-        """Turn a completely written folder into a checkpoint; then remove the oldest.
+        """Turn a completely written folder into a checkpoint. Then remove the oldest.
 
         Returns a problem that occurred after the commit. Before that, raises OSError or
         CheckpointError.
@@ -140,7 +140,7 @@ class CheckpointStore:
         return None
 
     def restate(self, manifest: Manifest) -> None:
-        """Replace the manifest of the finished checkpoint of its step, whose files stay; at
+        """Replace the manifest of the finished checkpoint of its step, whose files stay. At
         every moment one of the two is there. Then remove the oldest. Raises OSError."""
         step = manifest.step
         self.begin(step)
@@ -171,7 +171,7 @@ class CheckpointStore:
         self._remove_leftovers()
 
     def _remove_leftovers(self) -> None:
-        """Remove a folder; what cannot be removed (NFS keeps open files) is harmless."""
+        """Remove a folder. What cannot be removed (NFS keeps open files) is harmless."""
         for leftover in self.folder.glob("step-*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
             with suppress(OSError):

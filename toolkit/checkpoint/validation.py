@@ -23,9 +23,9 @@ class ValidationHistory:
     """The last validation, the best one, and what follows from all of them."""
 
     step: int = 0
-    """Step of the last validation; 0 before the first."""
+    """Step of the last validation. 0 before the first."""
     loss: float | None = None
-    """Loss of the last validation; None if it was not finite."""
+    """Loss of the last validation. None if it was not finite."""
     best_step: int = 0
     best_loss: float | None = None
     """The lowest one, and the first step that had it."""
@@ -35,7 +35,7 @@ class ValidationHistory:
     """None before the first validation that it counts."""
 
     def after(self, step: int, loss: float) -> "ValidationHistory":
-        """The history after a validation at `step`; its `plateau` is left to the schedule."""
+        """The history after a validation at `step`. Its `plateau` is left to the schedule."""
         finite, best = math.isfinite(loss), self.best_loss
         lower = finite and (best is None or loss < best)
         return replace(

@@ -33,13 +33,13 @@ class VerificationResult:
     """What was found."""
 
     problems: tuple[str, ...]
-    """Problems, one line each; empty for a good checkpoint."""
+    """Problems, one line each. Empty for a good checkpoint."""
     notes: tuple[str, ...]
     """Additional files, which are harmless."""
 
 
 def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> VerificationResult:
-    """Hash every file, then check which elements they hold; `tick` gets the bytes read.
+    """Hash every file, then check which elements they hold. `tick` gets the bytes read.
 
     Elements are checked only if the hashes match. Raises CheckpointError if there is no
     manifest to compare with.
@@ -88,7 +88,7 @@ def coverage_problems(
 ) -> Iterator[str]:
     """Tensors whose weight or moments do not hold every element exactly once.
 
-    Frozen tensors and correction biases have no moments; the other tensors have those of the
+    Frozen tensors and correction biases have no moments. The other tensors have those of the
     optimizer of this name.
     """
     frozen = matching(freeze, state.shapes) | set(filter(is_correction_bias, state.shapes))
@@ -118,7 +118,7 @@ def coverage_problems(
 
 
 def uncovered(quantity: str, whole: Block, parts: Sequence[Block]) -> Iterator[str]:
-    """Rectangles that overlap or lie outside; otherwise, whether some are missing:
+    """Rectangles that overlap or lie outside. Otherwise, whether some are missing:
 
     disjoint parts inside the whole with the same number of elements cover it.
     """

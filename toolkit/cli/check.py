@@ -88,7 +88,7 @@ def check(
 
 
 def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[Path] = ()) -> Verdict:
-    """Load, plan and render one recipe; its mistakes become part of the verdict."""
+    """Load, plan and render one recipe. Its mistakes become part of the verdict."""
     try:
         recipe = load_recipe(path, overrides)
     except RecipeError as error:
@@ -119,7 +119,7 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[Path] = ()
 
 
 def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
-    """Plan and render without the network; returns the plan, and a note or why there is none.
+    """Plan and render without the network. Returns the plan, and a note or why there is none.
 
     Raises RecipeError or PlanError when the recipe is wrong.
     """
@@ -136,7 +136,7 @@ def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
 
 
 def _plan_alone(recipe: Recipe) -> Plan | None:
-    """The plan of a recipe whose own DeepSpeed file disagrees with it; None without one."""
+    """The plan of a recipe whose own DeepSpeed file disagrees with it. None without one."""
     with suppress(RecipeError, PlanError):
         return plan_recipe(adopt_engine_config(recipe), explained=False)
     return None
@@ -179,7 +179,7 @@ def _record(verdict: Verdict) -> dict[str, object]:
 
 
 def _lines(verdicts: Sequence[Verdict]) -> Iterator[Line]:
-    """Good recipes, one line each; problems go to standard error.
+    """Good recipes, one line each. Problems go to standard error.
 
     Lines are never wrapped, so that a terminal finds `file:line`.
     """

@@ -1,4 +1,4 @@
-"""`dmt`: the command line's entry. One line per verb; a verb's module is imported only
+"""`dmt`: the command line's entry. One line per verb. A verb's module is imported only
 when the verb runs, so `dmt --help` and `dmt check` start at once.
 """
 
@@ -29,9 +29,9 @@ class Verb(NamedTuple):
 
     help: str
     panel: str = ""
-    """Heading in `dmt --help`; empty: the verb is hidden."""
+    """Heading in `dmt --help`. Empty: the verb is hidden."""
     target: str = ""
-    """`module:name` of a function with typer's annotations, or of a typer.Typer; empty: the
+    """`module:name` of a function with typer's annotations, or of a typer.Typer. Empty: the
     function of the verb's name in its module."""
 
 
@@ -62,7 +62,7 @@ VERBS: dict[str, Verb] = {
 
 
 class _LazyVerb(TyperCommand):
-    """Placeholder of a verb in help texts; becomes the real command when it is run."""
+    """Placeholder of a verb in help texts. Becomes the real command when it is run."""
 
     def __init__(self, name: str, verb: Verb) -> None:
         super().__init__(
@@ -132,8 +132,8 @@ def _require_utf8() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `dmt` and return its exit code: 0, 2, 3, 4 or 75 (see `toolkit.errors`).
 
-    `arguments`: the command line without the program's name; default `sys.argv[1:]`.
-    A DmtError becomes a message on standard error; Ctrl-C becomes 130.
+    `arguments`: the command line without the program's name. Default `sys.argv[1:]`.
+    A DmtError becomes a message on standard error. Ctrl-C becomes 130.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:

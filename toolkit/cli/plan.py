@@ -1,4 +1,4 @@
-"""`dmt plan`: a recipe's layout, its speed and the reasons; starts nothing."""
+"""`dmt plan`: a recipe's layout, its speed and the reasons. Starts nothing."""
 
 import math
 import sys
@@ -192,7 +192,7 @@ def _labelled(label: str, value: str) -> Text:
 
 
 def _facts(planned: Planned) -> Iterator[Text]:
-    """The model and where it trains; how, how fast, and how long."""
+    """The model and where it trains. How, how fast, and how long."""
     recipe, plan, layout = planned.recipe, planned.plan, planned.plan.layout
     found, cluster = planned.search.best, planned.cluster
     limited = cluster.gpu.memory_gib is not None

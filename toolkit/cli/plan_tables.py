@@ -22,7 +22,7 @@ _ROOM: dict[Room, str] = {"fits": "", "tight": " tight", "does not fit": " too m
 
 
 def strategies(best: Estimate, shown: Sequence[Estimate]) -> Iterator[Text]:
-    """The header, and a line per layout, 80 columns wide at most; `best` is the chosen one."""
+    """The header, and a line per layout, 80 columns wide at most. `best` is the chosen one."""
     used = {field for one in shown for field in degrees(one.layout)}
     columned = [one.field for one in DEGREES if one.field in {"tp", "pp", *used}]
     columns: dict[str, Callable[[Estimate], str]] = {

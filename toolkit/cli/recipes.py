@@ -18,7 +18,7 @@ from toolkit.text.units import human
 _TASKS = get_args(Task)
 _WRAPPER = TextWrapper(80, subsequent_indent="  ", break_on_hyphens=False)
 SPEEDS = Path(__file__).with_name("recipe_speeds.json")
-"""The planner's tokens per second of each recipe, on all its GPUs; written by
+"""The planner's tokens per second of each recipe, on all its GPUs. Written by
 tests/cli/test_plan.py, as planning all recipes takes seconds."""
 
 

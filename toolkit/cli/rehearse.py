@@ -226,7 +226,7 @@ def _row(
 
 
 def _lines(result: RehearsalResult) -> Iterator[Line]:
-    """A row per layout, the reference first; then the first divergence of each layout, or why
+    """A row per layout, the reference first. Then the first divergence of each layout, or why
     it was not run."""
     rows = [["layout", "ranks", "loss", "grad norm", "Δ loss", "Δ norm", "verdict"]]
     rows.append(_row("reference", 1, result.reference))

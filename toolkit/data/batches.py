@@ -1,6 +1,6 @@
 """Global batches, and each rank's share of them, cut into micro batches.
 
-A global batch is a list of samples; the layout only decides which rank computes which of them.
+A global batch is a list of samples. The layout only decides which rank computes which of them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -48,7 +48,7 @@ def evaluation_batches(
 ) -> list[MicroBatch]:
     """This rank's micro batches of the first `batches` global batches, in fixed order.
 
-    A smaller data set is used completely, each sample once; its last global batch is padded
+    A smaller data set is used completely, each sample once. Its last global batch is padded
     with fully masked samples, so that every rank has the same number of micro batches.
     """
     n_samples = min(len(dataset), batches * global_batch_size)

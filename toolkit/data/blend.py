@@ -50,7 +50,7 @@ class BlendOrder:
     """
 
     def __init__(self, seed: int, sizes: Sequence[int], stages: Sequence[Stage]) -> None:
-        """`sizes` are samples of each source; the first stage begins at 0."""
+        """`sizes` are samples of each source. The first stage begins at 0."""
         self._sizes = sizes
         self._starts = np.cumsum([0, *sizes])
         self._orders: list[Order] = [

@@ -178,7 +178,7 @@ def _ordered(
 
 @dataclass(frozen=True)
 class _Builder:
-    """Makes samples of sources; all of a recipe's have the same settings."""
+    """Makes samples of sources. All of a recipe's have the same settings."""
 
     data: DataSection
     tokenizer: "PreTrainedTokenizerFast"
@@ -192,7 +192,7 @@ class _Builder:
         return cache_folder(self.data.cache)
 
     def build(self, source: Source, fraction: float) -> SourceData:
-        """Samples of one source; `fraction` of its documents are held out."""
+        """Samples of one source. `fraction` of its documents are held out."""
         stored = self._tokens(source)
         if isinstance(stored, StoredChats):
             identity: tuple[object, ...] = (stored.fingerprint, self.data.packing)

@@ -80,7 +80,7 @@ def check_column(source: HfSource, columns: Mapping[str, str]) -> None:
 
 
 def wrong_text(row: object, column: str) -> str | None:
-    """Why the `column` of a row is not text or null; None if it is."""
+    """Why the `column` of a row is not text or null. None if it is."""
     if isinstance(row, Broken):
         return row.why
     if not isinstance(row, dict):

@@ -30,7 +30,7 @@ def cache_folder(configured: str | None) -> Path:
 
 
 def fingerprint_of(value: object) -> str:
-    """Hash of a value made of strings, numbers, None, lists and dicts; hex."""
+    """Hash of a value made of strings, numbers, None, lists and dicts. Hex."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -47,7 +47,7 @@ def write_cached(path: Path, content: str | bytes) -> None:
 
 
 def held_lock(path: Path, doing: str) -> AbstractContextManager[object]:
-    """Hold the lock; a message is shown if waiting takes longer than a moment."""
+    """Hold the lock. A message is shown if waiting takes longer than a moment."""
     from filelock import FileLock, Timeout
 
     lock = FileLock(path)

@@ -13,7 +13,7 @@ The index file, little endian, without padding:
 
 DMT writes one sequence per document, and behind the index, where Megatron's readers do not
 look, `_SEAL` and the hash of both files, by which a start finds damage. Files made by
-Megatron's own tools, with several sequences per document, are read as well; both ways are
+Megatron's own tools, with several sequences per document, are read as well. Both ways are
 tested against megatron-core.
 """
 
@@ -75,7 +75,7 @@ class IndexedTokens:
     """A pair of files. Tokens are read lazily."""
 
     tokens: TokenArray
-    """Token ids [total], in the type they are stored in; memory-mapped."""
+    """Token ids [total], in the type they are stored in. Memory-mapped."""
     document_offsets: Int64Array
     """Byte offset of each document's first token, int64 [documents], ascending. May be a
     view into the (unaligned) index file: look things up with `bisect`, which reads a few
@@ -247,7 +247,7 @@ def write_chunks(
 
 
 def _check_lengths(lengths: Sequence[int], first: int) -> None:
-    """Raise DataError for a document that the index cannot hold; `first` is the number of the
+    """Raise DataError for a document that the index cannot hold. `first` is the number of the
     first one."""
     for number, length in enumerate(lengths, start=first):
         if length > _LONGEST_SEQUENCE:

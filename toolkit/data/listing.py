@@ -86,7 +86,7 @@ def _excluded(pattern: str) -> Sequence[DataFile]:
 
 
 def matching_paths(pattern: str) -> list[Path]:
-    """Files and folders that match a glob, sorted; hidden ones only by their name. The name of
+    """Files and folders that match a glob, sorted. Hidden ones only by their name. The name of
     one that exists is no glob."""
     found = [_expand(pattern)]
     if not os.path.lexists(found[0]):
@@ -131,7 +131,7 @@ def check_text(file: DataFile, beginning: bytes) -> None:
 def content_fingerprint(
     files: Sequence[DataFile], cache: Path, *, sampled: bool = False
 ) -> str:
-    """Hash of the files' contents, in order; hex. `sampled` hashes of local files samples only.
+    """Hash of the files' contents, in order. Hex. `sampled` hashes of local files samples only.
 
     The result is stored in `cache` under each file's metadata (path, inode, size, times of its
     last modification and last change; of a URL, what its store reports), so that a second run
@@ -177,7 +177,7 @@ def _hash_file(file: DataFile) -> str:
 
 def _hash_samples(path: Any) -> str:
     """Hash of the size of a file and of `_SAMPLES` pieces that are spread evenly over it, which
-    are all of it up to 16 MiB; hex."""
+    are all of it up to 16 MiB. Hex."""
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -58,7 +58,7 @@ _PLACES = ("files", "path", "prefix")
 
 
 def local_problems(recipe: Recipe) -> Iterator[Problem]:
-    """Missing or invalid local files that a recipe names; keys are dotted.
+    """Missing or invalid local files that a recipe names. Keys are dotted.
 
     None where the ranks have other files, e.g. a volume of a Kubernetes cluster.
     """
@@ -201,7 +201,7 @@ def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
 
 
 def _files(source: RowsSource) -> list[DataFile]:
-    """Files on this machine that hold the source's rows; none where that is not known.
+    """Files on this machine that hold the source's rows. None where that is not known.
 
     Raises DataError where there is none.
     """

@@ -1,6 +1,6 @@
 """The order of samples, and which documents are held out: functions of only the seed and the
 number of samples consumed, so they are the same in every layout, and a run that stops anywhere
-resumes exactly. Numpy's generators may change between versions; the hashes here must not.
+resumes exactly. Numpy's generators may change between versions. The hashes here must not.
 
 The permutation of an epoch needs no memory and has random access: it is a Feistel network over
 the smallest sufficient power of four, walked until it lands inside the data set ("cycle
@@ -26,7 +26,7 @@ _ROUNDS = 8
 
 
 def mix64(values: UInt64Array) -> UInt64Array:
-    """Hash each element; a bijection on 64-bit integers.
+    """Hash each element. A bijection on 64-bit integers.
 
     This is the output function of splitmix64 (Steele, Lea and Flood, "Fast splittable
     pseudorandom number generators", OOPSLA 2014). Arithmetic is modulo 2**64, which

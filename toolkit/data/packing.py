@@ -14,7 +14,7 @@ from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import DataError
 
 _PADDING_ID = 0
-"""Valid in every vocabulary; it is never a label, and no trained token attends to it."""
+"""Valid in every vocabulary. It is never a label, and no trained token attends to it."""
 _CHUNK_TOKENS = 2**22
 _WINDOW_TOKENS = 2**28
 """About a quarter of a million documents."""
@@ -23,14 +23,14 @@ _WINDOW_TOKENS = 2**28
 class TokenStream:
     """The tokens of all documents, or of a part of them, end to end and in their order.
 
-    The chosen documents lie in the file as few or many *runs*; a stream keeps three numbers
+    The chosen documents lie in the file as few or many *runs*. A stream keeps three numbers
     per run and none per document, so excluding a few documents out of many is free.
     """
 
     def __init__(
         self, data: TokenizedData, starts: Int64Array, stops: Int64Array, n_documents: int
     ) -> None:
-        """Join the runs [start, stop) of the file; together they hold `n_documents`."""
+        """Join the runs [start, stop) of the file. Together they hold `n_documents`."""
         kept = stops > starts
         self._data = data
         self.n_documents = n_documents
@@ -134,7 +134,7 @@ class RowParts:
 
     n_rows: int
     of: Callable[[int], list[Part]]
-    """The parts of a row, in their order; the row is padded behind them."""
+    """The parts of a row, in their order. The row is padded behind them."""
 
     @classmethod
     def equal(cls, stream: TokenStream, length: int) -> "RowParts":
@@ -166,7 +166,7 @@ class StreamSamples:
 
     The label of a token is the token that follows it in the stream, or `IGNORE_INDEX` where
     that one is not trained or belongs to the next document. Where documents are isolated, a row
-    has segments and positions: a segment for each document and one for the padding; a document
+    has segments and positions: a segment for each document and one for the padding. A document
     that began in the row before counts from 0 again.
     """
 
@@ -181,7 +181,7 @@ class StreamSamples:
         isolates: bool = False,
     ) -> None:
         """`parts` are those of each row, by default `RowParts.equal`. `vocab_size`, where
-        given, is the model's; tokens outside it are an error."""
+        given, is the model's. Tokens outside it are an error."""
         self.stream = stream
         self.sequence_length = sequence_length
         self.rows_per_sample = rows_per_sample
@@ -235,7 +235,7 @@ class StreamSamples:
         return Row(inputs, labels, positions=positions, segments=segments)
 
     def _read(self, start: int, stop: int) -> tuple[MarkedTokens, Int64Array]:
-        """Tokens `start … stop - 1` as far as there are any; the second as of
+        """Tokens `start … stop - 1` as far as there are any. The second as of
         `TokenStream.read`."""
         stored, ends = self.stream.read(start, min(stop, len(self.stream)))
         return self._marked(stored), ends
@@ -305,7 +305,7 @@ def pack(lengths: Int64Array, capacity: int) -> list[list[int]]:
 
     `lengths` are the tokens of each item, from 1 to `capacity`. Best fit decreasing: from the
     longest to the shortest, each item is put into the fullest row that has room for it. The
-    result depends on the lengths alone; rows are in the order of their first items.
+    result depends on the lengths alone. Rows are in the order of their first items.
     """
     rows: list[list[int]] = []
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]

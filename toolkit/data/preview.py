@@ -46,7 +46,7 @@ class ShownSample:
 @dataclass(frozen=True)
 class LengthBin:
     up_to: int
-    """Tokens; the bin before ends where this one begins."""
+    """Tokens. The bin before ends where this one begins."""
     documents: int
 
 

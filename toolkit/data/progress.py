@@ -13,7 +13,7 @@ class Track(Protocol):
 
 
 def untracked(items: Iterable[Item], title: str) -> Iterator[Item]:
-    """The `items`; shows nothing."""
+    """The `items`. Shows nothing."""
     del title
     return iter(items)
 

@@ -1,6 +1,6 @@
 """Rows of one data file, each with its place: the file's ending says how it is read.
 
-JSON lines or one list of rows, Parquet, Arrow, and text, a row a line; JSON and text also
+JSON lines or one list of rows, Parquet, Arrow, and text, a row a line. JSON and text also
 compressed. These are read line by line, up to a limit: a small compressed file may hold a line
 that does not fit into memory. A list is read whole, also up to a limit.
 """
@@ -34,7 +34,7 @@ ENDINGS = (".json", ".jsonl", ".parquet", ".arrow", ".txt")
 ROWS_AT_ONCE = 1000
 """Rows that are Python objects at the same time: they take several times Arrow's memory."""
 LONGEST_ROW_MIB = 128
-"""The longest line; a longer one is an error, and is not held in memory."""
+"""The longest line. A longer one is an error, and is not held in memory."""
 LARGEST_LIST_MIB = 1024
 """The largest JSON list, which takes several times as much memory."""
 _LOOKED_AT = 10_000
@@ -64,7 +64,7 @@ _OPENERS: dict[str, Callable[..., Any]] = {
 
 
 def ending_of(file: DataFile) -> str:
-    """The ending by which a file is read, without that of a compression; empty if none is
+    """The ending by which a file is read, without that of a compression. Empty if none is
     known."""
     path = PurePosixPath(str(file))
     plain = path.with_suffix("") if path.suffix in _OPENERS else path
@@ -72,7 +72,7 @@ def ending_of(file: DataFile) -> str:
 
 
 def read_rows(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]]:
-    """The rows of a file: dicts of columns, or whatever else a line of JSON holds; `Broken` for
+    """The rows of a file: dicts of columns, or whatever else a line of JSON holds. `Broken` for
     what cannot be read. Of documents, Parquet and Arrow give the column of the text alone.
 
     Raises DataError when the file cannot be read, for a row above `LONGEST_ROW_MIB`, and where
@@ -127,7 +127,7 @@ def opened(file: DataFile) -> Iterator[Any]:
 
 
 def _lines(file: DataFile, stream: Any) -> Iterator[tuple[str, bytes]]:
-    """The lines of a file, each with its place, without line feed; the first without a byte
+    """The lines of a file, each with its place, without line feed. The first without a byte
     order mark."""
     number, limit = 0, LONGEST_ROW_MIB * MIB
     try:
@@ -286,7 +286,7 @@ def rows_of(
 
 def without_added_nulls(row: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
     """The row without the null keys that Arrow adds inside its columns to make all rows
-    uniform. `types` are those of its columns; values of the type Json are as they were
+    uniform. `types` are those of its columns. Values of the type Json are as they were
     stated."""
     return {name: _without_added(value, types.get(name)) for name, value in row.items()}
 

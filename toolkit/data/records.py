@@ -33,7 +33,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files: `datasets` calls all of their rows `train`."""
 _STATE = "state.json"
-"""What `save_to_disk` writes next to the files of a split; it names them."""
+"""What `save_to_disk` writes next to the files of a split. It names them."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Records:
 
     source: RowsSource
     files: tuple[DataFile, ...]
-    """All that `data_files` names; none for a hub id."""
+    """All that `data_files` names. None for a hub id."""
     version: str
     """Version of the contents: stays the same when files are only moved."""
 
@@ -99,7 +99,7 @@ def _split_names(source: RowsSource) -> list[str]:
 
 
 def data_files(source: RowsSource) -> list[DataFile] | None:
-    """Files that `path` names, sorted; None for a hub id.
+    """Files that `path` names, sorted. None for a hub id.
 
     A local path wins over a hub id of the same name, as in `datasets`. Raises DataError where
     there is no file, for a folder, for files of several kinds, and for files beside those of

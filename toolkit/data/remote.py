@@ -1,7 +1,7 @@
 """Files at URLs that fsspec reads (`s3://`, `gs://`, `hf://` …): listed, read and copied.
 
 Credentials and endpoints come from where the store's own library takes them (environment,
-profile, machine), never from a recipe; it also tries failed requests again.
+profile, machine), never from a recipe. It also tries failed requests again.
 """
 
 import os
@@ -25,7 +25,7 @@ PACKAGES = {
 }  # fmt: skip
 """By the scheme of a URL."""
 _CONTENT = ("md5Hash", "content_md5", "sha256", "blob_id", "ETag", "etag", "generation")
-"""What stores report that changes with the contents alone; listings and single look-ups agree
+"""What stores report that changes with the contents alone. Listings and single look-ups agree
 on it, on other fields (fsspec's `ukey` hashes all of them) they do not."""
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 _BLOCK_BYTES = 2**23
@@ -38,7 +38,7 @@ class RemoteFile:
     url: str
     size: int
     identity: str
-    """Hex; changes with the contents. The same contents elsewhere have the same one where the
+    """Hex. Changes with the contents. The same contents elsewhere have the same one where the
     store reports a checksum of them."""
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ DataFile: TypeAlias = Path | RemoteFile
 
 
 def list_files(pattern: str) -> list[RemoteFile]:
-    """The files that match a glob, sorted by path; empty where there are none.
+    """The files that match a glob, sorted by path. Empty where there are none.
 
     Raises DataError where the store cannot be reached or refuses, BackendUnavailable where the
     package for it is missing.
@@ -76,7 +76,7 @@ def list_files(pattern: str) -> list[RemoteFile]:
 
 
 def copied(files: Sequence[RemoteFile], folder: Path, track: Track) -> None:
-    """Copy the files into `folder`, those that are not in it; one process at a time does.
+    """Copy the files into `folder`, those that are not in it. One process at a time does.
 
     A copy gets its name when it is complete. Raises DataError where a file cannot be read or
     has changed since it was listed, or the copy cannot be written.

@@ -58,7 +58,7 @@ class Samples(Protocol):
 
     sequence_length: int
     rows_per_sample: int
-    """1; the rows of a pair, which stay in one micro batch, are 2."""
+    """1. The rows of a pair, which stay in one micro batch, are 2."""
 
     def __len__(self) -> int: ...
 

@@ -27,7 +27,7 @@ class Documents:
     """The documents of a source, read one by one, always in the same order."""
 
     fingerprint: str
-    """Changes with the contents; stays the same when files are only moved."""
+    """Changes with the contents. Stays the same when files are only moved."""
     in_parts: Callable[[], Iterator[Iterable[str]]]
     """Gives the texts, each in parts, so that a large file is never completely in memory."""
 
@@ -83,7 +83,7 @@ def _blocks(file: DataFile) -> Iterator[bytes]:
 
 
 def decoded(blocks: Iterable[bytes], not_utf8: Callable[[], object]) -> Iterator[str]:
-    """The text of a file, block by block; calls `not_utf8` where that is not what it is."""
+    """The text of a file, block by block. Calls `not_utf8` where that is not what it is."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     for block in chain(blocks, [b""]):
         try:
@@ -95,7 +95,7 @@ def decoded(blocks: Iterable[bytes], not_utf8: Callable[[], object]) -> Iterator
 
 
 def _texts_of_rows(source: HfSource, records: Records) -> Iterator[Iterable[str]]:
-    """One document per row, from the column `text_field`; the empty string where it is null."""
+    """One document per row, from the column `text_field`. The empty string where it is null."""
     column, columns = source.text_field, dict[str, str]()
     for place, row in records:
         if (why := wrong_text(row, column)) is not None:

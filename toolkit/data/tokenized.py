@@ -1,8 +1,8 @@
-"""Tokenises documents once; the result is cached by content.
+"""Tokenises documents once. The result is cached by content.
 
 A cache entry is a pair of files in Megatron's indexed format, named by the hash of the
 documents, the tokenizer and the format's version. The index gets its name last, so an existing
-entry is complete, even after kills. One process prepares an entry while others wait; the lock
+entry is complete, even after kills. One process prepares an entry while others wait. The lock
 is the operating system's and is released when its holder exits.
 """
 
@@ -52,13 +52,13 @@ logger = logging.getLogger(__name__)
 CACHE_VERSION = 1
 """Increment it whenever the same documents and tokenizer would give different tokens."""
 _BATCH_CHARACTERS = 2**20
-"""Characters that are tokenised at once, in parallel; about 100 bytes of memory each."""
+"""Characters that are tokenised at once, in parallel. About 100 bytes of memory each."""
 _BATCHES_AT_ONCE = 2
 _PIECE_CHARACTERS = 2**18
 """Longer documents are tokenised in pieces of about this size."""
 _PIECE_END = re.compile(r"(?<=[^\W_])(?=\s)")
 """Where a piece may end: behind a letter or digit, before white space. No token of a
-byte-level BPE spans this place, so the pieces give the same tokens as the whole; a
+byte-level BPE spans this place, so the pieces give the same tokens as the whole. A
 SentencePiece model may see one more word start per piece."""
 
 
@@ -85,7 +85,7 @@ def prepare(
 
     `parse_special`: see `encoder`. `track` shows how long work continues. Safe to call from
     several processes at once. Each document consists of the tokenizer's prefix (such as a BOS
-    token), its tokens, and the EOS token; documents without text are skipped.
+    token), its tokens, and the EOS token. Documents without text are skipped.
 
     Raises DataError when there are no documents, or the cache cannot be written.
     """
@@ -138,7 +138,7 @@ def _check_some(indexed: IndexedTokens, name: str) -> None:
 
 
 def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
-    """A complete cache entry; None if it has to be created."""
+    """A complete cache entry. None if it has to be created."""
     if not idx_path(prefix).exists() or (belongs is not None and not belongs.exists()):
         return None
     try:
@@ -156,7 +156,7 @@ def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
 def cached_tokens(
     prefix: Path, write: Callable[[], None], belongs: Path | None = None
 ) -> IndexedTokens:
-    """The cache entry `prefix`; where there is none, `write` writes it.
+    """The cache entry `prefix`. Where there is none, `write` writes it.
 
     It does so under the entry's lock, unless another process has meanwhile. `belongs` is a file
     that it writes before the index, and without which the entry is not whole. Raises DataError
@@ -255,7 +255,7 @@ def _encoded(
 
 
 def _pieces(documents: Iterator[Iterable[str]]) -> Iterator[_Piece]:
-    """Every document with text, in pieces; a document comes in parts."""
+    """Every document with text, in pieces. A document comes in parts."""
     for parts in documents:
         text, first, searched = "", True, _PIECE_CHARACTERS
         for part in parts:

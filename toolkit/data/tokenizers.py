@@ -19,7 +19,7 @@ BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
 """End-of-document token of the shipped tokenizer."""
 BYTES_VOCAB_SIZE = 257
-"""256 bytes and `END_OF_TEXT`; also the smallest vocabulary of a byte-level BPE."""
+"""256 bytes and `END_OF_TEXT`. Also the smallest vocabulary of a byte-level BPE."""
 CHATML = """\
 {%- for message in messages %}
 {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}
@@ -66,7 +66,7 @@ def stated_template(stated: str) -> str:
 
 
 def _folder(name: str) -> Path | None:
-    """The local folder that `name` means; None for a hub id."""
+    """The local folder that `name` means. None for a hub id."""
     folder = Path(name)
     if folder.is_dir():
         return folder
@@ -76,7 +76,7 @@ def _folder(name: str) -> Path | None:
 
 
 def count_tokens(name: str) -> int | None:
-    """Tokens of `bytes`, or of the tokenizer in a local folder; None where only transformers
+    """Tokens of `bytes`, or of the tokenizer in a local folder. None where only transformers
     knows.
 
     Raises DataError when there is no such folder, or no tokenizer in it.
@@ -217,6 +217,6 @@ def tokens_before_text(backend: "Tokenizer") -> list[int]:
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Hash of everything in the tokenizer that decides the tokens of a document; hex."""
+    """Hash of everything in the tokenizer that decides the tokens of a document. Hex."""
     backend = encoder(tokenizer, parse_special=True)
     return fingerprint_of([backend.to_str(), tokenizer.eos_token_id])

@@ -48,7 +48,7 @@ class Machine:
 
 
 def this_machine(processes: int | None) -> Machine:
-    """This machine with `processes` processes; by default one per GPU, or two on a CPU.
+    """This machine with `processes` processes. By default one per GPU, or two on a CPU.
 
     Raises PlanError for more processes than GPUs or cores.
     """

@@ -9,7 +9,7 @@ from toolkit.doctor.needs import Needs
 
 
 def examine(needs: Needs) -> Iterator[Finding]:
-    """Every finding, group by group; takes seconds, most of them for imports."""
+    """Every finding, group by group. Takes seconds, most of them for imports."""
     groups = {
         "packages": packages.check(needs),
         "accelerators": accelerators.check(needs),

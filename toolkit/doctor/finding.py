@@ -32,7 +32,7 @@ class Finding:
     fix: str = field(default="", kw_only=True)
     """The command that fixes it. Empty only if `level` is ok."""
     needed_by: str | None = field(default=None, kw_only=True)
-    """The recipe's setting that needs it; None if nothing does, or without a recipe."""
+    """The recipe's setting that needs it. None if nothing does, or without a recipe."""
 
     def __post_init__(self) -> None:
         assert (self.fix and self.cost) or self.level == "ok", f"{self.name} has no fix or cost"
@@ -94,5 +94,5 @@ def ask(command: Sequence[str], limit_s: float = 10.0) -> Answer:
 
 
 def ask_python(code: str) -> Answer:
-    """Run `code` in this Python; see `ask`."""
+    """Run `code` in this Python. See `ask`."""
     return ask([sys.executable, "-W", "ignore", "-c", code], IMPORT_LIMIT_S)

@@ -45,14 +45,14 @@ class Needs:
     run_dir: Path = Path("runs")
     nvme: Path | None = None
     checkpoint_bytes: int | None = None
-    """Bytes of one checkpoint; None where the model's size is not known."""
+    """Bytes of one checkpoint. None where the model's size is not known."""
     checkpoints_kept: int = 1
     note: str = ""
     """What could not be determined, and why."""
 
 
 def needs_of(recipe: Recipe) -> Needs:
-    """The requirements of running `recipe` from this machine; nothing is downloaded.
+    """The requirements of running `recipe` from this machine. Nothing is downloaded.
 
     Raises PlanError or RecipeError if it cannot run anywhere.
     """

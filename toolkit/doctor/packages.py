@@ -120,7 +120,7 @@ def _package(package: Package, needs: Needs) -> Finding:
 
 
 def _import_failure(package: Package, needed_by: str | None) -> str | None:
-    """Why a package that is needed, or compiled, cannot be imported; None where it can.
+    """Why a package that is needed, or compiled, cannot be imported. None where it can.
 
     torch is left to `accelerators`, which imports it anyway.
     """
@@ -156,10 +156,9 @@ def _version(package: Package) -> Version | None:
 
 @cache
 def _stated() -> Mapping[str, Requirement]:
-    """The packages that DMT's own project file asks for. Read from the file in a checkout,
-    otherwise from pip's record.
+    """The packages that DMT's own project file asks for.
 
-    Of a checkout, the file; of an installed package, what pip kept of it.
+    In a checkout the file is read, otherwise what pip kept of it.
     """
     file = Path(toolkit.__file__).parent.parent / "pyproject.toml"
     if file.is_file():

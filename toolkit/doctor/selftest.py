@@ -85,7 +85,7 @@ class Suite(NamedTuple):
     recipe: Recipe
     numbers: Sequence[Numbers] = NUMBERS[:2]
     patterns: Sequence[str] = ()
-    """Names and globs of layouts; empty: all for which there are enough devices."""
+    """Names and globs of layouts. Empty: all for which there are enough devices."""
 
 
 def machine_suites(processes: int) -> list[Suite]:

@@ -60,7 +60,7 @@ class Speeds:
     memory_bytes_per_s: float
     """Read and written by an elementwise operator on tensors that no cache holds."""
     link_bytes_per_s: float | None
-    """Between neighbours of a ring in a large all-reduce; None for one process."""
+    """Between neighbours of a ring in a large all-reduce. None for one process."""
 
 
 class Bench:
@@ -94,7 +94,7 @@ class Bench:
 
 
 def measure(ranks: Ranks, sizes: Sizes, tell: Callable[[str], None]) -> Speeds:
-    """Measure all quantities; collective. `tell` gets a line about each."""
+    """Measure all quantities. Collective. `tell` gets a line about each."""
     bench = Bench(ranks)
     flops = {}
     for precision in _precisions(ranks.device):
@@ -147,7 +147,7 @@ def _all_reduce(bench: Bench, nbytes: int) -> float:
 
 
 def main() -> None:
-    """Measure as one rank; rank 0 reports each quantity and writes the result."""
+    """Measure as one rank. Rank 0 reports each quantity and writes the result."""
     try:
         ranks = join()
         sizes = GPU_SIZES if ranks.device.type == "cuda" else CPU_SIZES

@@ -15,7 +15,7 @@ from toolkit.text.units import byte_size
 LEAST_BYTES = 64 * 2**20
 """Bytes that a run writes besides checkpoints."""
 LEAST_SHARED_BYTES = 512 * 2**20
-"""NCCL takes about 10 MB per channel and pair of ranks (NVIDIA/nccl#342); a container has
+"""NCCL takes about 10 MB per channel and pair of ranks (NVIDIA/nccl#342). A container has
 64 MiB by default."""
 LEAST_LOCKED_BYTES = 2**30
 

@@ -53,7 +53,7 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
 def moments(
     optimizer: Any, weight: Tensor, *, kept: Iterable[str] = QUANTITIES[1:]
 ) -> Mapping[str, Tensor]:
-    """The fp32 weight and its `kept` moments, by quantity; zeros before the first step."""
+    """The fp32 weight and its `kept` moments, by quantity. Zeros before the first step."""
     state = optimizer.state[weight]
     if not state:
         if not _counts_in_groups(optimizer):
@@ -69,7 +69,7 @@ def moments(
 
 
 def states(optimizer: Any, parameter: nn.Parameter) -> Mapping[str, Tensor]:
-    """The `moments` of a parameter that is its own master; for a frozen one only the weight."""
+    """The `moments` of a parameter that is its own master. For a frozen one only the weight."""
     if not parameter.requires_grad:
         return {"weight": parameter}
     return moments(optimizer, parameter)
@@ -104,7 +104,7 @@ def steps_of(optimizers: Iterable[Any]) -> int:
 
 
 def set_steps(optimizers: Iterable[Any], steps: int) -> None:
-    """Set the step count of the bias correction to `steps`; no two parameters share a
+    """Set the step count of the bias correction to `steps`. No two parameters share a
     tensor."""
     for optimizer in optimizers:
         for holder in _counting(optimizer):

@@ -8,7 +8,7 @@ token,
 (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20; s are the scores of a token, which sum to 1)
 and z_loss · 1/T · Σ_t (log Σ_i exp logit_it)² (ST-MoE, arXiv:2202.08906, equation 5). Both are
 means over the sequences of the global batch, so neither ranks nor micro batches change them.
-Only tokens up to the last trained label of a row count; what follows is padding.
+Only tokens up to the last trained label of a row count. What follows is padding.
 
 The terms are not part of an engine's loss, which may be on another pipeline stage. Their
 gradients are added at the router's weights, scaled like those of the loss itself.
@@ -44,7 +44,7 @@ class Balance:
         self.data_ranks = setup.layout.dp
         self.device = setup.ranks.device
         self.group: dist.ProcessGroup | None = None
-        """Ranks that hold other tokens of the same rows; None if this rank holds whole rows."""
+        """Ranks that hold other tokens of the same rows. None if this rank holds whole rows."""
         self.context: Context | None = None
         self.layers = 0
         self.experts = self.per_token = 0
@@ -62,7 +62,7 @@ class Balance:
         global batch."""
         self._rows = 0
         self.real: Tensor | None = None
-        """`Routing.real` of the current micro batch; None: routers are not observed."""
+        """`Routing.real` of the current micro batch. None: routers are not observed."""
         self._records = False
 
     @classmethod
@@ -172,7 +172,7 @@ class Balance:
             self._joint = running_sum(self._sums)
 
     def end_step(self, *, applied: bool) -> dict[str, float]:
-        """The metrics of the global batch; if the step was `applied`, the correction biases are
+        """The metrics of the global batch. If the step was `applied`, the correction biases are
         updated: b_i += bias_update · sign(mean count − count_i) (arXiv:2408.15664, algorithm
         1)."""
         self.real = None
@@ -196,7 +196,7 @@ class Balance:
 
 
 class _Joined(torch.autograd.Function):
-    """Identity on a router's weights; the backward pass adds the gradient of a balancing
+    """Identity on a router's weights. The backward pass adds the gradient of a balancing
     term."""
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 An engine owns the model, the gradients, the optimizer and their sharding. Its unit is a whole
 optimizer step, as in pipeline schedules: the loop passes it the micro batches of one step and
-gets one `StepResult` back; backward, accumulation, clipping and the optimizer update happen
+gets one `StepResult` back. Backward, accumulation, clipping and the optimizer update happen
 inside.
 
 Every engine minimises the same number: the summed loss of the objective
@@ -28,11 +28,11 @@ class StepResult:
     """What one optimizer step did, equal on every rank."""
 
     loss: float
-    """Loss of the global batch over its count; NaN when that is 0, which skips the step."""
+    """Loss of the global batch over its count. NaN when that is 0, which skips the step."""
     grad_norm: float
-    """Global L2 norm of the gradients before clipping; meaningless in a skipped step."""
+    """Global L2 norm of the gradients before clipping. Meaningless in a skipped step."""
     skipped: str | None = None
-    """Why the update was skipped; None if it was applied."""
+    """Why the update was skipped. None if it was applied."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The objective's metrics of the global batch, over its count."""
 
@@ -41,7 +41,7 @@ NON_FINITE_GRADIENTS = "the gradients are not finite"
 
 
 def refusal(count: float, loss: float, max_loss: float, grad_norm: float = 0.0) -> str | None:
-    """Why a global batch with this count, loss and gradient must be skipped; None if it is
+    """Why a global batch with this count, loss and gradient must be skipped. None if it is
     applied."""
     if not count:
         return "no token of the batch is trained"
@@ -57,7 +57,7 @@ class EvalResult:
     """Validation loss, equal on every rank."""
 
     loss: float
-    """Loss of all ranks' batches over their count; NaN when that is 0."""
+    """Loss of all ranks' batches over their count. NaN when that is 0."""
     tokens: int
     """Their unmasked tokens."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -88,11 +88,11 @@ class Engine(Protocol):
 
         `count` is the objective's count of the global batch, which the loop summed over all
         ranks during the previous step. `learning_rate` is the rate of this step. Every rank
-        passes the same number of micro batches; their counts may differ, down to zero.
+        passes the same number of micro batches. Their counts may differ, down to zero.
 
         All ranks skip the update when the count of the global batch is 0, when its loss is not
         finite or above `max_loss`, or when a gradient of any rank is not finite. A skipped step
-        leaves weights, moments and step counts bitwise unchanged; only fp16's loss scale may
+        leaves weights, moments and step counts bitwise unchanged. Only fp16's loss scale may
         change, and only because of non-finite gradients.
         """
 
@@ -125,11 +125,11 @@ class Engine(Protocol):
         """Let the model compute with the weights that were put into the state."""
 
     def counters(self) -> Counters:
-        """The rest of the optimizer's state that a checkpoint must hold; equal on every
+        """The rest of the optimizer's state that a checkpoint must hold. Equal on every
         rank."""
 
     def set_counters(self, counters: Counters) -> None:
         """Restore `counters`."""
 
     def close(self) -> None:
-        """Release the engine's resources; it cannot be used afterwards."""
+        """Release the engine's resources. It cannot be used afterwards."""

@@ -13,7 +13,7 @@ from toolkit.registry import load
 
 
 def build_engine(name: str, setup: EngineSetup, *, probe: bool = True) -> Engine:
-    """Build the engine `name` on this rank, and `probe` what it computes; collective.
+    """Build the engine `name` on this rank, and `probe` what it computes. Collective.
 
     Raises PlanError if the data isolates documents and the engine's model does not, or if the
     model does not compute the same with its rows spread over context-parallel ranks.
@@ -38,7 +38,7 @@ def build_engine(name: str, setup: EngineSetup, *, probe: bool = True) -> Engine
 
 
 def _try_first(kernel: AttentionKernel, engine: Engine) -> None:
-    """Let torch's attention try this kernel before the others; a recomputed layer, too."""
+    """Let torch's attention try this kernel before the others. A recomputed layer, too."""
     if kernel not in ("cudnn", "flash"):
         return
     from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -15,9 +15,9 @@ VARIABLES: Mapping[str, tuple[str, ...]] = {
     "NCCL_ALGO": ("Ring", "CollnetDirect", "CollnetChain", "^NVLS"),
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
 }
-"""Accepted parts of each variable's value, between commas; launchers set the first.
+"""Accepted parts of each variable's value, between commas. Launchers set the first.
 
-As NVIDIA's Megatron-LM checks them (megatron/training/determinism.py); cuBLAS' own
+As NVIDIA's Megatron-LM checks them (megatron/training/determinism.py). cuBLAS' own
 documentation, "Results reproducibility", has the first."""
 
 _NO_WAY = "does not have a deterministic implementation"
@@ -25,7 +25,7 @@ _NO_WAY = "does not have a deterministic implementation"
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that launchers add to the environment of workers; the user's own values are
+    """Variables that launchers add to the environment of workers. The user's own values are
     kept."""
     return {name: values[0] for name, values in VARIABLES.items() if name not in environ}
 
@@ -39,7 +39,7 @@ def unsuitable(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def switch_on(environ: Mapping[str, str], *, on_gpu: bool) -> None:
-    """Make torch deterministic, or fail; call it before the first operator.
+    """Make torch deterministic, or fail. Call it before the first operator.
 
     Raises BackendUnavailable if, on GPUs, a variable is missing or has another value.
     """
@@ -61,7 +61,7 @@ def switch_on(environ: Mapping[str, str], *, on_gpu: bool) -> None:
 
 
 def as_users_mistake(error: Exception) -> RunFailed | None:
-    """The error message if torch refuses a nondeterministic operator; None for any other
+    """The error message if torch refuses a nondeterministic operator. None for any other
     error."""
     if not isinstance(error, RuntimeError) or _NO_WAY not in str(error):
         return None

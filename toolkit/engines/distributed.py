@@ -42,7 +42,7 @@ def join(timeout: timedelta = timedelta(minutes=30)) -> Ranks:
     """Join the process group that the launcher's environment describes.
 
     Works for every launcher that sets RANK, WORLD_SIZE and LOCAL_RANK, for `srun` and for Open
-    MPI; without any of these the run has one process. Uses NCCL on GPUs, where tensors in host
+    MPI. Without any of these the run has one process. Uses NCCL on GPUs, where tensors in host
     memory need a separate gloo group (`AllRanks.group`), and gloo on CPUs.
     """
     placed = scheduler_ranks(os.environ)
@@ -121,11 +121,11 @@ def _join(ranks: Ranks, timeout: timedelta) -> None:
 
 
 def _own_store(ranks: Ranks, timeout: timedelta) -> Store | None:
-    """Where ranks find each other if PyTorch's own store does not do; None where it does.
+    """Where ranks find each other if PyTorch's own store does not do. None where it does.
 
     Agents of torchrun that restart ranks keep one store, in which restarted ranks would find
     the addresses of dead ones, and fail or wait until every restart is used up (torch 2.13). On
-    one machine, the number of the restart tells them apart; several agents count differently.
+    one machine, the number of the restart tells them apart. Several agents count differently.
     Raises BackendUnavailable for several, OSError if the port is taken.
     """
     local = ranks.local_world == ranks.world
@@ -198,7 +198,7 @@ def end_process(code: int) -> NoReturn:
     Interpreter teardown is skipped: threads of an unfinished collective would keep a failed
     rank alive, and gloo's threads sometimes abort a rank that has finished ("terminate called
     without an active exception": 3 of 28 exits measured). Temporary folders of libraries are
-    removed as there; wandb makes two when it is imported.
+    removed as there. wandb makes two when it is imported.
     """
     for one in gc.get_objects():
         if type(one) is TemporaryDirectory:
@@ -210,7 +210,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def running_sum(value: Tensor, group: dist.ProcessGroup | None = None) -> Callable[[], Tensor]:
-    """Start summing `value` in place over the ranks of `group` (None: all); collective.
+    """Start summing `value` in place over the ranks of `group` (None: all). Collective.
 
     Returns what waits for the sum, for subsequent work on the device: a blocking sum would make
     all ranks wait for the slowest each time.

@@ -46,7 +46,7 @@ class Muon(UpdateRule):
 
 def newton_schulz(matrix: Tensor) -> Tensor:
     """The matrix [m, n] with singular values near 1, in bf16: bitwise what `torch.optim.Muon`
-    computes; torch's own function is private and may change."""
+    computes. torch's own function is private and may change."""
     tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix.T if tall else matrix).bfloat16()
     x = x / x.norm().clamp(min=1e-7)

@@ -44,12 +44,12 @@ class UpdateRule:
         self.settings = settings
 
     def accumulate(self, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Convert a holder's elements of the gradient to the owner's input, in place; `state`
+        """Convert a holder's elements of the gradient to the owner's input, in place. `state`
         are the `WholeTensors.moments`."""
 
     def update(self, whole: Tensor, states: Mapping[str, Tensor], step: int) -> Tensor:  # noqa: ARG002
         """On the owner: the update of a tensor of which `whole` was accumulated, with these
-        states, in dtype `WholeTensors.sent`; steps count from 1."""
+        states, in dtype `WholeTensors.sent`. Steps count from 1."""
         return whole
 
     def rate(self, shape: Sequence[int]) -> float:  # noqa: ARG002
@@ -110,7 +110,7 @@ class _Transfer:
     def run(
         self, values: Callable[[Block], Tensor], into: Callable[[Block], Tensor], like: Tensor
     ) -> None:
-        """Copy the rectangles, in the dtype of `like`; collective."""
+        """Copy the rectangles, in the dtype of `like`. Collective."""
         outgoing = [values(b).reshape(-1).to(like.dtype) for b in chain(*self.sent)]
         incoming = [sum(map(block_numel, blocks)) for blocks in self.received]
         received = like.new_empty(sum(incoming))
@@ -201,7 +201,7 @@ class OwnerOptimizer(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """Update all parameters of the groups; collective unless `Unit.run_by_engine`."""
+        """Update all parameters of the groups. Collective unless `Unit.run_by_engine`."""
         groups = self.param_groups
         owned = [(p, g) for g in groups if g["owned"] for p in g["params"] if p in self.units]
         for unit in dict.fromkeys(self.units[parameter] for parameter, _ in owned):
@@ -229,7 +229,7 @@ def new_optimizer(
     placed: Iterable[tuple[nn.Parameter, Iterable[Block]]],
     settings: OptimizerSection,
 ) -> OwnerOptimizer:
-    """The recipe's optimizer, with the rule's parameters in separate groups; `placed` are the
+    """The recipe's optimizer, with the rule's parameters in separate groups. `placed` are the
     model's parameters with their checkpoint tensors."""
     whole = whole_of(settings)
     taken = {parameter for parameter, blocks in placed if takes(whole, blocks)}
@@ -246,7 +246,7 @@ class Unit:
     ranks or replicated."""
 
     run_by_engine = False
-    """True: the engine calls `compute`, before all optimizers' steps; otherwise a step does."""
+    """True: the engine calls `compute`, before all optimizers' steps. Otherwise a step does."""
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class Unit:
         settings: OptimizerSection,
         device: torch.device,
     ) -> None:
-        """Plan the exchange of what this rank has `held` of the parameters; collective."""
+        """Plan the exchange of what this rank has `held` of the parameters. Collective."""
         self.owners = owners
         """The parameters, with the optimizers that update them."""
         self.held = held
@@ -299,7 +299,7 @@ class Unit:
 
     @torch.no_grad()
     def compute(self) -> None:
-        """Replace the gradients by updates, in place; collective."""
+        """Replace the gradients by updates, in place. Collective."""
         held: dict[Block, Tensor] = {}
         step = 0
         for parameter, optimizer in self.owners.items():
@@ -348,7 +348,7 @@ def bind(
     *,
     apart: bool = False,
 ) -> list[Unit]:
-    """Determine the tensors of the rule's parameters, and plan their updates; collective.
+    """Determine the tensors of the rule's parameters, and plan their updates. Collective.
 
     `state` is the engine's: its fp32 weights are parts of the parameters, or all of them.
     `apart`: each parameter has a separate step on all ranks, in the same order.

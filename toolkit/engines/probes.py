@@ -5,7 +5,7 @@ In transformers, both depend on details that fail silently: a state or a convolu
 row (gated delta net, Mamba), positions that a model counts itself, attention of another kind
 than the registered one, a variable-length kernel that isolates a single row only. So the type
 of a model is not trusted. One document is replaced by another, and the loss of the next one
-must stay bitwise the same; log-probabilities of spread rows are compared with those of whole
+must stay bitwise the same. Log-probabilities of spread rows are compared with those of whole
 ones.
 """
 
@@ -33,7 +33,7 @@ _DOCUMENT = 8
 
 
 def check_isolation(engine: Engine, setup: EngineSetup) -> None:
-    """Raise PlanError if a document's loss depends on another one's tokens; collective."""
+    """Raise PlanError if a document's loss depends on another one's tokens. Collective."""
     batch = probe(setup)
     if change := isolation_error(engine, setup, batch):
         raise PlanError(
@@ -65,7 +65,7 @@ def exchanged(batch: MicroBatch) -> MicroBatch:
 
 
 def probe(setup: EngineSetup) -> MicroBatch:
-    """Two rows of two documents each; only the second is trained."""
+    """Two rows of two documents each. Only the second is trained."""
     half = _DOCUMENT * setup.layout.tp * setup.layout.cp
     generator = torch.Generator().manual_seed(setup.recipe.training.seed)
     vocabulary = setup.model_config.get_text_config().vocab_size
@@ -83,7 +83,7 @@ def probe(setup: EngineSetup) -> MicroBatch:
 
 
 def check_context(engine: Any, setup: EngineSetup) -> None:
-    """Raise PlanError if the model depends on how its rows are split; collective."""
+    """Raise PlanError if the model depends on how its rows are split. Collective."""
     tokens = probe(setup).input_ids.to(setup.ranks.device)
     batch = MicroBatch(tokens, tokens)
     with compiled.eager(), engine.evaluating():  # graphs exist for the trained shapes only

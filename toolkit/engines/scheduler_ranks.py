@@ -1,6 +1,6 @@
 """PyTorch's variables of a rank started by Slurm's `srun` or an MPI's `mpirun`.
 
-PyTorch reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; schedulers use their
+PyTorch reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Schedulers use their
 own names (Slurm: `man srun`, OUTPUT ENVIRONMENT VARIABLES; Open MPI: `man mpirun`; MPICH and
 Intel MPI: what hydra sets). Only a step of `srun` counts: the batch script itself also has a
 SLURM_PROCID.
@@ -16,7 +16,7 @@ _FIRST_PORT, _PORTS = 20_000, 12_000
 
 
 def scheduler_ranks(env: Mapping[str, str]) -> dict[str, str]:
-    """PyTorch's variables for a rank that a scheduler started; empty for any other.
+    """PyTorch's variables for a rank that a scheduler started. Empty for any other.
 
     Raises PlanError if the machine of rank 0 cannot be determined.
     """

@@ -35,13 +35,13 @@ class EngineSetup:
     recipe: Recipe
     plan: Plan
     engine_config: dict[str, Any]
-    """The rendered backend configuration (`deepspeed.json`, …); empty for ddp."""
+    """The rendered backend configuration (`deepspeed.json`, …). Empty for ddp."""
     ranks: "Ranks"
     model_config: "PretrainedConfig"
     weights: "WeightSource"
     """Initial weights, also of adapters."""
     megatron: MegatronModel | None
-    """The model in megatron-core's terms; None for `hf`."""
+    """The model in megatron-core's terms. None for `hf`."""
     objective: Objective
     frozen: frozenset[str]
     """Checkpoint tensors that do not train."""
@@ -82,11 +82,11 @@ class EngineSetup:
                 shard.put("weight", torch.cat(parts))
 
     def ends_of(self, batch: MicroBatch) -> "Tensor | None":
-        """`batch.ends` for megatron-core's models; None where a mask isolates documents."""
+        """`batch.ends` for megatron-core's models. None where a mask isolates documents."""
         return batch.ends if self.plan.attention_kernel == "varlen" else None
 
     def context_group(self) -> "Context | None":
-        """The ranks among which the positions of each row are spread; None where a rank has
+        """The ranks among which the positions of each row are spread. None where a rank has
         them all, or the model spreads them itself, as megatron-core's does. Collective."""
         from toolkit.models.context import Context
 

@@ -47,7 +47,7 @@ class LogProbEngine(Engine):
     objective: Objective
     device: torch.device
     data_group: dist.ProcessGroup | None = None
-    """The ranks over whose batches losses are summed; None: all."""
+    """The ranks over whose batches losses are summed. None: all."""
     repeats = 1
     """How many of these ranks have the same batches."""
 

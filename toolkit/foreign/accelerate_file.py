@@ -1,6 +1,6 @@
 """The file that `accelerate launch --config_file` takes, from a recipe and its plan.
 
-One file is complete; engine-specific parts are in `Backend.accelerate`. The keys are those of
+One file is complete. Engine-specific parts are in `Backend.accelerate`. The keys are those of
 accelerate's commands/config/config_args.py and commands/launch.py.
 """
 

@@ -38,7 +38,7 @@ def deepspeed_block(file: JsonFile, key: str, config: Any) -> Found:
 
 
 def deepspeed(file: JsonFile, prefix: str = "") -> Found:
-    """What a DeepSpeed config states; `prefix` stands before its names in the file."""
+    """What a DeepSpeed config states. `prefix` stands before its names in the file."""
     wrong = {one.key: one for one in unknown_keys(JsonFile(file.path, file.values, {}))}
     table = tool("deepspeed")
     wrong = {key: one for key, one in wrong.items() if key not in table.rows}

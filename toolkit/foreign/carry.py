@@ -47,7 +47,7 @@ class ForeignSetting:
 
     @property
     def place(self) -> str:
-        """`FILE:LINE`; only the file where the line is unknown."""
+        """`FILE:LINE`. Only the file where the line is unknown."""
         return f"{self.file}:{self.line}" if self.line else self.file
 
     @property
@@ -137,7 +137,7 @@ class Found:
         return value if isinstance(value, int) and value > 0 else default
 
     def merge(self, other: "Found") -> None:
-        """Take over another file's statements; two that contradict each other are a problem."""
+        """Take over another file's statements. Two that contradict each other are a problem."""
         for key, one in other.values.items():
             if key == TRACKERS and key in self.values:
                 self.values[key] = _joined(self.values[key], one.value)
@@ -358,7 +358,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def as_yaml(text: str) -> Value:
-    """A plain value as YAML reads it; a number without end as text."""
+    """A plain value as YAML reads it. A number without end as text."""
     try:
         return resolve_plain(text)
     except NumberError:
@@ -366,7 +366,7 @@ def as_yaml(text: str) -> Value:
 
 
 def number(value: Any) -> float | None:
-    """A number; None for anything else, `true` included."""
+    """A number. None for anything else, `true` included."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and abs(value) < 1e300 else None
 

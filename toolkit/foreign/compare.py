@@ -41,7 +41,7 @@ class SettingComparison:
     """The recipe's key, or the word for a number that it derives."""
     recipe: str
     recipe_place: str
-    """`FILE:LINE` of the recipe, or `--set`; empty for a default, and what the plan decides."""
+    """`FILE:LINE` of the recipe, or `--set`. Empty for a default, and what the plan decides."""
     name: str
     """What the setting is called there."""
     other: str
@@ -49,7 +49,7 @@ class SettingComparison:
     """`FILE:LINE`."""
     agrees: bool
     fix: str
-    """What to do; empty where the two agree."""
+    """What to do. Empty where the two agree."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class FileComparison:
 def against(
     path: Path, recipe: Recipe, plan: Plan | None, places: Mapping[str, str] = {}
 ) -> FileComparison:
-    """Compare a recipe with the file at `path`; without a plan, not what is `auto`.
+    """Compare a recipe with the file at `path`. Without a plan, not what is `auto`.
 
     `places`: where the recipe states its settings (`intake.layers.places_of`).
 
@@ -96,7 +96,7 @@ def against(
 
 
 def _values(recipe: Recipe, plan: Plan | None) -> dict[str, Any]:
-    """Every value of the run by its key; without a plan, `auto` values are missing."""
+    """Every value of the run by its key. Without a plan, `auto` values are missing."""
     dumped = recipe.model_dump(exclude={"model": {"config"}})
     values = {key: value for key, value in leaves(dumped) if value != _AUTO}
     values |= {f"data.{side}": dumped["data"][side] for side in ("train", "validation")}

@@ -12,7 +12,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.text.terminal import tell
 
 Starting = Literal["launch", "worker"]
-"""`dmt launch` starts its own workers; launch/train.py was started by another launcher."""
+"""`dmt launch` starts its own workers. launch/train.py was started by another launcher."""
 
 ENGINES: Mapping[str, str] = {
     kind: engine for engine in BACKENDS.names for kind in BACKENDS[engine].distributed_types
@@ -41,7 +41,7 @@ def preflight(
     """Refuse variables with which the run would hang or compute something else, and name those
     of Accelerate's launcher that the recipe overrules.
 
-    `environ` is os.environ unless given; `check_world` judges WORLD_SIZE. Raises PlanError.
+    `environ` is os.environ unless given. `check_world` judges WORLD_SIZE. Raises PlanError.
     """
     environ = os.environ if environ is None else environ
     if starting == "worker" and (overruled := [*_overruled(recipe, environ)]):

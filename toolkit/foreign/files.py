@@ -46,7 +46,7 @@ def read(path: Path, option: str) -> Found:
 
 
 def read_as(kind: ForeignTool, file: JsonFile) -> Found:
-    """What a file of a known tool states; `problems` has what is not understood."""
+    """What a file of a known tool states. `problems` has what is not understood."""
     undecided: Sequence[Left] = ()
     if kind is tool("deepspeed"):
         return deepspeed(file)

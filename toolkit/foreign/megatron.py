@@ -49,7 +49,7 @@ def rules(found: Found, settings: Settings, _: JsonFile) -> None:
 
 
 def _unknown_to_python(found: Found, settings: Settings) -> None:
-    """What only the shell knows: names of files and places are for the user to state; a number
+    """What only the shell knows: names of files and places are for the user to state. A number
     that a default would replace is refused."""
     for key, one in [*found.values.items()]:
         if "$" in str(one.value):

@@ -1,5 +1,5 @@
 """What is no row of a table: settings that are read together, and blocks and files that are
-named. One function for each tool; it adds to what `carry` found."""
+named. One function for each tool. It adds to what `carry` found."""
 
 from collections.abc import Callable, Mapping
 
@@ -122,7 +122,7 @@ def _reports(found: Found, at: ForeignSetting | None) -> None:
 
 
 def _schedule(found: Found, settings: Settings, name: str) -> None:
-    """Options of a schedule; one that is `constant` has no warm-up there."""
+    """Options of a schedule. One that is `constant` has no warm-up there."""
     options = settings.get("lr_scheduler_kwargs")
     given = options.value if options is not None else None
     peak = found.values.get("optimizer.learning_rate")

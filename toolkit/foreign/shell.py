@@ -92,7 +92,7 @@ def _words(text: str, file: str) -> Iterator[_Word]:
 
 
 def _commands(words: list[_Word]) -> Iterator[tuple[list[_Word], str]]:
-    """Each command, with the operator before it; arrays and tests stay whole."""
+    """Each command, with the operator before it. Arrays and tests stay whole."""
     command: list[_Word] = []
     before, depth = "\n", 0
     for word in [*words, _Word("\n", True)]:
@@ -107,7 +107,7 @@ def _commands(words: list[_Word]) -> Iterator[tuple[list[_Word], str]]:
 
 
 def _all(*states: bool | None) -> bool | None:
-    """Whether all hold; None where that is not known."""
+    """Whether all hold. None where that is not known."""
     return False if False in states else (None if None in states else True)
 
 

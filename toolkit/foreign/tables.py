@@ -32,7 +32,7 @@ class ForeignRow:
     to: tuple[str, ...] = ()
     """The recipe's settings."""
     words: Mapping[Any, Any] | None = None
-    """Their value → ours, or a map of several of our settings; an empty map states nothing. A
+    """Their value → ours, or a map of several of our settings. An empty map states nothing. A
     list has further values of ours that the same setting describes."""
     other: str = ""
     """For a value that is not in `words`: `same` carries it, `targets` reads names of layers.
@@ -40,7 +40,7 @@ class ForeignRow:
     changes: str = ""
     ignored: bool = False
     off: tuple[Any, ...] = ()
-    """Our values that a setting allows which is off; another setting decides among them."""
+    """Our values that a setting allows which is off. Another setting decides among them."""
     when: Mapping[str, list[Any]] = field(default_factory=dict)
     """Other settings and the values with which this one is in effect."""
     unless_when: Mapping[str, list[Any]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class ForeignTool:
         return sum(any(fnmatchcase(name, one) for one in own) for name in names)
 
     def change(self, name: str) -> str:
-        """Why a setting changes what is learned; empty for one that is not listed."""
+        """Why a setting changes what is learned. Empty for one that is not listed."""
         return next((text for one, text in self.changes.items() if fnmatchcase(name, one)), "")
 
     def ignores(self, name: str) -> bool:
@@ -133,7 +133,7 @@ def tool(key: str) -> ForeignTool:
 
 
 def _table(key: str) -> dict[str, Any]:
-    """The file of a tool, next to what it includes; its own statements come first."""
+    """The file of a tool, next to what it includes. Its own statements come first."""
     text = Path(__file__).with_name(f"{key}.yaml").read_text(encoding="utf-8")
     given: dict[str, Any] = YAML(typ="safe").load(text)
     if (base := given.pop("include", "")) == "":

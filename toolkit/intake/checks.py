@@ -1,7 +1,7 @@
 """Rules over several settings. They run on a recipe whose settings are all valid by themselves.
 
 What is legal in `parallel` is decided in `toolkit.plan.rules.legality` and, for the model at
-hand, in `toolkit.plan.rules.models`, what a model config may contain in `toolkit.models`; here
+hand, in `toolkit.plan.rules.models`, what a model config may contain in `toolkit.models`. Here
 they are only called.
 """
 
@@ -96,7 +96,7 @@ def _shown(value: object) -> str:
 
 
 def _chosen(stated: dict[str, Any], key: str) -> Any:
-    """The value of a setting; None where it is the default."""
+    """The value of a setting. None where it is the default."""
     value = get(stated, key)
     return None if value == _default(key) else value
 

@@ -62,7 +62,7 @@ class Layers:
 
 
 def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
-    """Read a recipe, the files that it extends, and the overrides; a name without a file is
+    """Read a recipe, the files that it extends, and the overrides. A name without a file is
     that of a shipped recipe.
 
     Raises RecipeError when a file cannot be read or is no YAML map.
@@ -114,7 +114,7 @@ def places_of(path: Path, overrides: Sequence[str]) -> dict[str, Location]:
 
 
 def _secrets(stated: Stated) -> Iterator[Problem]:
-    """Credentials anywhere in a file; the values themselves are never shown."""
+    """Credentials anywhere in a file. The values themselves are never shown."""
     looks_secret = redactor().looks_secret
     for path, place in stated.places.items():
         key, value = dotted(path), stated.at(path)

@@ -26,7 +26,7 @@ def load_recipe(
 ) -> Recipe:
     """Read, merge and check the recipe at `path`, or the shipped one of that name.
 
-    `overrides` are `KEY.PATH=VALUE` texts, or one, put on top in order; `cluster` replaces the
+    `overrides` are `KEY.PATH=VALUE` texts, or one, put on top in order. `cluster` replaces the
     recipe's own, in the words of `--cluster`. Paths in the recipe are absolute afterwards:
     those in a file are relative to it, those in an override to the working directory.
 

@@ -12,7 +12,7 @@ from toolkit.registry import Registry
 
 @dataclass(frozen=True)
 class Launcher:
-    """What a launcher needs and reads; the defaults are those of one that starts ranks on this
+    """What a launcher needs and reads. The defaults are those of one that starts ranks on this
     machine."""
 
     name: str

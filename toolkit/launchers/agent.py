@@ -3,10 +3,10 @@
 torch's agent lets machines meet, restarts all ranks if one fails, and if a machine waits to
 join. In addition:
 
-- Exit codes 0, 2, 3 and 75 end the run; only a failure is started again. A newer checkpoint
+- Exit codes 0, 2, 3 and 75 end the run. Only a failure is started again. A newer checkpoint
   renews the restarts.
 - A run on one machine starts again after a pause.
-- Ranks that wait for a lost machine are killed as soon as that machine's agent is silent;
+- Ranks that wait for a lost machine are killed as soon as that machine's agent is silent.
   `launch.hang_timeout_s` is only for ranks that hang by themselves.
 - Before a machine joins, all ranks save the same step and leave. Their exit code 75 is not
   taken for the end of the run by an agent that sees it before it sees the new machine.
@@ -67,10 +67,10 @@ RAY_JOIN_LIMIT_S = 30 * 24 * 3600
 gives up by itself."""
 FIRST_CALL_S, LAST_CALL_S = 10, 3
 """How long the first meeting of an elastic run waits for more than `min_nodes` machines, and
-how long one after that; a machine that comes later is taken in without the loss of a step."""
+how long one after that. A machine that comes later is taken in without the loss of a step."""
 BEAT_S, BEATS = 2, 3
 """In an elastic run, a machine whose agent has been silent for six seconds is lost (torch: 5 s
-and 3). All ranks wait for that; an agent is late only where memory runs out."""
+and 3). All ranks wait for that. An agent is late only where memory runs out."""
 LONGEST_PAUSE_S = 30.0
 """Before a restart on one machine: 1 s, doubled each time, up to this."""
 _TALKATIVE = (
@@ -329,7 +329,7 @@ class Agent(SimpleElasticAgent):
             self.outcome = stopped_before_restart(step)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        """Before a machine joins, let the ranks save; kill what is left."""
+        """Before a machine joins, let the ranks save. Kill what is left."""
         del worker_group
         watch = self._watch
         if watch is not None and not (self._failed or self._lost_a_machine()):
@@ -349,7 +349,7 @@ class Agent(SimpleElasticAgent):
 
 
 def stopped_before_restart(step: int) -> Outcome:
-    """Tell that a signal came while no ranks ran; `step`: the newest one that is saved."""
+    """Tell that a signal came while no ranks ran. `step`: the newest one that is saved."""
     saved = f"step {step} is saved\n  fix: start the same command again to resume"
     tell(f"dmt: stopped by a signal before a restart; {saved if step else 'nothing was saved'}")
     return Outcome(EXIT_RESUMABLE if step else EXIT_FAILED)

@@ -64,7 +64,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that the engine needs in every worker."""
     predicted_s: float | None = None
-    """Seconds that the plan predicts for all steps; None where it predicts none."""
+    """Seconds that the plan predicts for all steps. None where it predicts none."""
     worker: tuple[str, ...] = ()
     """Python arguments instead of `dmt train`: a script, or `-m`, a module and arguments."""
 
@@ -122,7 +122,7 @@ class LaunchSpec:
     files: Mapping[Path, str] = field(default_factory=dict)
     """Files to write before anything is started."""
     meeting: Meeting | None = None
-    """Meeting of this machine's agent; it gives ranks on several machines their places."""
+    """Meeting of this machine's agent. It gives ranks on several machines their places."""
 
     @property
     def ranks(self) -> list[int]:
@@ -135,8 +135,8 @@ class LaunchSpec:
         return {**inherited, **self.env, **self.rank_env[index]}
 
     def printable(self) -> str:
-        """Return the shell commands that would do the same, and the files, but the long recipe;
-        secrets masked."""
+        """Return the shell commands that would do the same, and the files, but the long recipe.
+        Secrets masked."""
         lines = []
         if self.meeting is not None and self.meeting.several:
             lines.append(
@@ -198,7 +198,7 @@ class Starter(Protocol):
 
         A launcher that hands a job to a scheduler does not wait. The caller has written
         the spec's files and entered `signals`, in the main thread. Each of STOP_SIGNALS
-        reaches every worker once, as SIGTERM; the third SIGINT kills.
+        reaches every worker once, as SIGTERM. The third SIGINT kills.
         """
         ...
 
@@ -253,7 +253,7 @@ def worker_env(job: Job) -> dict[str, str]:
 
 
 def submit(launcher: str, spec: LaunchSpec, fix: str) -> Outcome:
-    """Hand a job to a scheduler's program; returns when it is accepted or refused. Raises
+    """Hand a job to a scheduler's program. Returns when it is accepted or refused. Raises
     BackendUnavailable if the launcher's program is not on this machine."""
     program = spec.argv[0]
     if which(program) is None:

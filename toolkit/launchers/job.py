@@ -26,7 +26,7 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLO
 
 
 def gpu_variables(recipe: Recipe) -> dict[str, str]:
-    """Variables of every worker on a GPU, for all engines; the user's own values are kept."""
+    """Variables of every worker on a GPU, for all engines. The user's own values are kept."""
     if recipe.cluster.gpu == "cpu":
         return {}
     fixed = deterministic.variables(os.environ) if recipe.training.deterministic else {}

@@ -66,10 +66,10 @@ def launch_recipe(
     Call it from the main thread: signals stop the run. Progress goes to standard error.
 
     Args:
-        recipe: From `load_recipe`; with a `cluster`, loaded for that one.
+        recipe: From `load_recipe`. With a `cluster`, loaded for that one.
         run_dir: Default: `runs/NAME`. A run that is there is continued.
-        cluster: As `--cluster`, e.g. for measured speeds; default: the recipe's.
-        dry_run: Plan and return the command; write and start nothing.
+        cluster: As `--cluster`, e.g. for measured speeds. Default: the recipe's.
+        dry_run: Plan and return the command. Write and start nothing.
         check: Raise for a run that failed, as `subprocess.run` does; else see `exit_code`.
         changes: Settings that may differ from the run that is continued (`--change`).
         origin: Where the recipe comes from, for messages and reports.

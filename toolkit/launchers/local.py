@@ -1,6 +1,6 @@
 """`local`: an agent on this machine starts one process per rank (agent.py).
 
-On several machines, `dmt launch` runs on each; they meet at `launch.rendezvous`.
+On several machines, `dmt launch` runs on each. They meet at `launch.rendezvous`.
 """
 
 import sys
@@ -23,13 +23,13 @@ from toolkit.launchers.process import StopSignals
 class LocalStarter:
     """One process per rank, each with its rank in the environment.
 
-    Rank 0 has the terminal; the output of other ranks goes to logs/rank-N.log. If one rank
+    Rank 0 has the terminal. The output of other ranks goes to logs/rank-N.log. If one rank
     fails, the others are terminated, and killed after FAILED_GRACE_S. If the launcher is
     killed, the kernel kills the ranks.
     """
 
     def spec(self, job: Job) -> LaunchSpec:
-        """Return one process per rank of this machine; raises PlanError for several machines
+        """Return one process per rank of this machine. Raises PlanError for several machines
         that have no meeting point."""
         ranks = range(job.cluster.gpus_per_node)
         if job.launch.most_nodes(job.cluster.nodes) > 1:
@@ -59,7 +59,7 @@ class LocalStarter:
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start all ranks and wait for them; see Starter. Raises as `check_loopback` does."""
+        """Start all ranks and wait for them. See Starter. Raises as `check_loopback` does."""
         assert spec.meeting is not None, "as `spec` states it"
         if not spec.meeting.several:
             check_loopback()

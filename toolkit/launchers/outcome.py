@@ -27,7 +27,7 @@ _TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class RankExit:
-    """How one rank ended; a negative code is the signal that killed it."""
+    """How one rank ended. A negative code is the signal that killed it."""
 
     rank: int
     code: int
@@ -83,7 +83,7 @@ def _lost_another(events: Sequence[Mapping[str, Any]], failed: RankExit) -> bool
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log, secrets masked; empty where there is none."""
+    """The last lines of a log, secrets masked. Empty where there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -111,7 +111,7 @@ def not_retryable(events: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def newest_step(run: RunDirectory) -> int:
-    """The step of the newest committed checkpoint; 0 without one."""
+    """The step of the newest committed checkpoint. 0 without one."""
     return CheckpointStore(run.checkpoints, keep=1).newest_step()
 
 

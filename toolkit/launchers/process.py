@@ -47,7 +47,7 @@ def die_with_parent(number: signal.Signals) -> Callable[[], None]:
 
 
 def show_stacks(pids: Iterable[int]) -> None:
-    """Let ranks that are about to be killed, or are stopped, write their stacks; takes
+    """Let ranks that are about to be killed, or are stopped, write their stacks. Takes
     STACKS_S."""
     for pid in pids:
         with suppress(OSError):
@@ -103,7 +103,7 @@ class StopSignals:
 
 
 class Deadline:
-    """A point in time; never, until it is set."""
+    """A point in time. Never, until it is set."""
 
     def __init__(self) -> None:
         self._at = math.inf

@@ -32,10 +32,10 @@ _UNQUOTABLE = frozenset('"\\%\n')
 
 
 class SlurmStarter:
-    """`sbatch`; returns when the job is queued."""
+    """`sbatch`. Returns when the job is queued."""
 
     def spec(self, job: Job) -> LaunchSpec:
-        """Return the submission, with script and recipe as its files; see Starter."""
+        """Return the submission, with script and recipe as its files. See Starter."""
         if bad := sorted(_UNQUOTABLE & set(str(job.run_dir))):
             raise PlanError(
                 f"the run directory {str(job.run_dir)!r} has {bad[0]!r} in its name, which "
@@ -53,7 +53,7 @@ class SlurmStarter:
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Submit; raises BackendUnavailable without `sbatch`."""
+        """Submit. Raises BackendUnavailable without `sbatch`."""
         del signals
         # Slurm does not create the folder of a job's output; the job would fail silently.
         (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
@@ -100,7 +100,7 @@ def _directives(job: Job) -> Iterator[str]:
 
 
 def _gpus(job: Job) -> int | None:
-    """GPUs of a node; None on CPUs."""
+    """GPUs of a node. None on CPUs."""
     return None if job.cluster.gpu == "cpu" else job.cluster.gpus_per_node
 
 
@@ -115,7 +115,7 @@ def _options(job: Job) -> dict[str, str]:
 
 
 def _nodes(job: Job) -> str:
-    """How many nodes the job is for; an elastic one starts with those that are free."""
+    """How many nodes the job is for. An elastic one starts with those that are free."""
     elastic = job.launch.elastic
     if elastic is None:
         return str(job.cluster.nodes)

@@ -26,7 +26,7 @@ _FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def compile_layers(model: nn.Module, parts: CompiledParts) -> None:
-    """Compile `model`'s decoder layers; does nothing if `parts` is `none`.
+    """Compile `model`'s decoder layers. Does nothing if `parts` is `none`.
 
     Names, parameters and hooks do not change. Raises PlanError for a model without layers.
     """

@@ -1,6 +1,6 @@
 """Reads and counts a transformers model: config, shape, parameters, FLOPs, tensors.
 
-Parameters are counted on the model without storage; FLOPs are those of the matrix products and
+Parameters are counted on the model without storage. FLOPs are those of the matrix products and
 attention operators of two forward passes of different lengths: the part that grows with the
 sequence length belongs to attention. The part of the model that a parameter belongs to is
 derived from its module and name, so the sums are exact and their division into parts is
@@ -99,7 +99,7 @@ def tensors(text: str) -> MegatronModel:
 
 
 def _size_of(stated: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these sizes that the config states and that is not 0; the largest, if it
+    """The first of these sizes that the config states and that is not 0. The largest, if it
     states one per layer."""
     for name in names:
         value = stated.get(name)
@@ -361,7 +361,7 @@ class _Tensors(MegatronModel):
     """The tensors of a model that megatron-core does not know: each stands for itself."""
 
     def instances(self, *, buffers: bool = False) -> Any:
-        """Every tensor, with the layer and the expert in its name; no buffers."""
+        """Every tensor, with the layer and the expert in its name. No buffers."""
         del buffers
         for tensor in self.tensors:
             name = tensor.stacks[0][0].tensor

@@ -1,7 +1,7 @@
 """Attention inside documents of different lengths that share the rows of a micro batch.
 
 On CUDA by torch's kernel for such lengths, whose time grows with the documents and not with the
-square of the row; on CPUs one document after the other. Neither makes a mask: transformers and
+square of the row. On CPUs one document after the other. Neither makes a mask: transformers and
 megatron-core pass `MicroBatch.ends` to their layers in its place, with the `SplitAttention` of
 rows that are spread over ranks.
 """
@@ -84,7 +84,7 @@ _batches: list[_Batch] = []
 
 def register() -> None:
     """Make transformers offer `IMPLEMENTATION`, and ask here which documents a batch has and
-    whether a kernel takes grouped heads; the second call changes nothing."""
+    whether a kernel takes grouped heads. The second call changes nothing."""
     AttentionInterface.register(IMPLEMENTATION, _attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _mask)
     masking_utils.find_packed_sequence_indices = _documents
@@ -303,7 +303,7 @@ def _mask(
     **_: object,
 ) -> _Rows:
     """`ends`, and how many previous positions a query sees. Not every layer states its window
-    itself; transformers' counts the query's own position."""
+    itself. transformers' counts the query's own position."""
     window = None if local_size is None else local_size - 1
     batch, split = _batches[-1] if _batches else (None, None)
     ends = batch.ends if batch is not None else None
@@ -317,7 +317,7 @@ def _mask(
 
 
 def _documents(position_ids: Tensor) -> Tensor | None:
-    """[batch, sequence], equal numbers in one document; None where each row is one, or where
+    """[batch, sequence], equal numbers in one document. None where each row is one, or where
     `_mask` alone knows."""
     if _batches:
         batch, split = _batches[-1]

@@ -1,7 +1,7 @@
 """Matrix products in 8-bit floats: torchao's `Float8Linear` in the decoder layers of
 transformers' models.
 
-Weights do not change in memory, communication and checkpoints; each product rounds its two
+Weights do not change in memory, communication and checkpoints. Each product rounds its two
 operands to 8 bits, with scales computed from them.
 """
 
@@ -20,7 +20,7 @@ _MULTIPLE = 16
 
 
 def convert(model: nn.Module, scaling: Fp8Scaling | None) -> None:
-    """Convert the products of `model`'s decoder layers to 8 bits; None: nothing.
+    """Convert the products of `model`'s decoder layers to 8 bits. None: nothing.
 
     Parameters keep names, shapes, dtypes and devices. Head and embeddings, and weights whose
     dimensions are not multiples of 16 are not converted. Raises PlanError if nothing can be

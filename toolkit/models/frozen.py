@@ -131,7 +131,7 @@ def spec_of(config: Mapping[str, object], patterns: Sequence[str]) -> ModelSpec:
 def _counted(
     config: Mapping[str, object], patterns: Sequence[str], spec: ModelSpec
 ) -> FrozenParameters:
-    """Elements that do not train, by part; each row as its own checkpoint tensor is."""
+    """Elements that do not train, by part. Each row as its own checkpoint tensor is."""
     split, whole, experts = ([0] * spec.layers for _ in range(3))
     first = spec.layers
     ends = {"word_embeddings": 0, "position_embeddings": 0, "output_layer": 0, "norm": 0}

@@ -17,7 +17,7 @@ from toolkit.recipe.schema import ModelSection
 from toolkit.system.untrusted import read_json
 
 LIMIT_S = 5.0
-"""For a file of a few KiB; a hub that takes longer counts as unreachable."""
+"""For a file of a few KiB. A hub that takes longer counts as unreachable."""
 
 
 Answer = TypeVar("Answer")
@@ -37,7 +37,7 @@ def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any
 
 
 def ignored_keys(model: ModelSection, *, download: bool = True) -> str | None:
-    """A note about keys of the config in `hub` that transformers does not read; None without
+    """A note about keys of the config in `hub` that transformers does not read. None without
     any. Raises what `model_config` raises."""
     if model.config is not None:
         return None
@@ -129,7 +129,7 @@ def answers(hub: str, revision: str | None) -> bool:
 
 
 def dataset_commit(hub: str) -> str | None:
-    """The newest commit of a data set; None if the hub has none or does not answer in time."""
+    """The newest commit of a data set. None if the hub has none or does not answer in time."""
     from huggingface_hub import HfApi
 
     with suppress(Exception):  # of whichever client the hub's library has
@@ -138,7 +138,7 @@ def dataset_commit(hub: str) -> str | None:
 
 
 def download_file(hub: str, name: str, revision: str | None, limit_s: float = LIMIT_S) -> Path:
-    """A file of a model, from the hub or its cache; the hub's client alone would retry for half
+    """A file of a model, from the hub or its cache. The hub's client alone would retry for half
     a minute.
 
     Raises what the hub's client raises, or TimeoutError after `limit_s`. A client that is still

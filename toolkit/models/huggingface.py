@@ -194,8 +194,8 @@ def restore_buffers(
 ) -> None:
     """Set every buffer (rotary frequencies) to its fp32 value, on `device` or its current one.
 
-    DeepSpeed casts buffers to bf16 together with the parameters, which distorts the positions;
-    a model created on the meta device has none.
+    DeepSpeed casts buffers to bf16 together with the parameters, which distorts the positions.
+    A model created on the meta device has none.
     """
     reference = _computed_buffers(config)
     for name, buffer in model.named_buffers():
@@ -371,7 +371,7 @@ def enable_recompute(model: PreTrainedModel, recompute: Recompute) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; training mode afterwards."""
+    """Evaluation mode without gradients. Training mode afterwards."""
     model.eval()
     try:
         with torch.no_grad():
@@ -381,12 +381,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def parameter_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter and correction bias; tied ones appear once."""
+    """Name and shape of every parameter and correction bias. Tied ones appear once."""
     return shapes_of(meta_model(config))
 
 
 def checkpoint_shapes(config: PretrainedConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a checkpoint of the model; tied ones appear once."""
+    """Name and shape of every tensor of a checkpoint of the model. Tied ones appear once."""
     return {
         piece.name: piece.shape
         for name, shape in parameter_shapes(config).items()
@@ -403,7 +403,7 @@ def save_companions(
 ) -> None:
     """Write the files of a Hugging Face folder except the weights.
 
-    If training started from the model in `base`, they are its files; only the dtype of the
+    If training started from the model in `base`, they are its files. Only the dtype of the
     weights differs, and dropout, cache and the number of positions if the recipe's
     `model.config`, `stated`, sets them.
     """
@@ -418,7 +418,7 @@ def save_companions(
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the files of the tokenizer in `source`; transformers would write other settings."""
+    """Copy the files of the tokenizer in `source`. transformers would write other settings."""
     for pattern in _TOKENIZER_FILES:
         for file in source.glob(pattern):
             if file.is_file():
@@ -435,7 +435,7 @@ def write_chat_template(template: str, folder: Path) -> None:
 
 
 def add_end_tokens(folder: Path, tokens: Iterable[int]) -> list[int]:
-    """Let generation with the model in `folder` also stop at `tokens`; returns those at which
+    """Let generation with the model in `folder` also stop at `tokens`. Returns those at which
     it did not stop before."""
     config = folder / CONFIG, read_json(folder / CONFIG)
     file = folder / GENERATION

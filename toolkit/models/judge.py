@@ -35,7 +35,7 @@ _PUBLISHED = (
 )  # fmt: skip
 """Keys of published configs that no config class lists."""
 _LOOKED_UP = 100
-"""Unknown keys that are compared with the known ones; more would take seconds."""
+"""Unknown keys that are compared with the known ones. More would take seconds."""
 _REPEATED = re.compile("layer|expert|block")
 """A size of what a model holds one after another: building more would take minutes."""
 _FALSE = ("is_encoder_decoder", "add_cross_attention", "use_bidirectional_attention")
@@ -74,7 +74,7 @@ FOREIGN_NAMES: Mapping[str, str] = {
 
 
 def examine(config: Mapping[str, Any]) -> tuple[list[Problem], Model | None]:
-    """Every mistake in a config; its model if there is none."""
+    """Every mistake in a config. Its model if there is none."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in model_types:
         found = shown(model_type) if "model_type" in config else "nothing"
@@ -171,7 +171,7 @@ def _unknown_key(
 
 
 def _built(config: dict[str, Any], problems: list[Problem]) -> PretrainedConfig | None:
-    """transformers' config without the keys that it refuses, which are added to `problems`;
+    """transformers' config without the keys that it refuses, which are added to `problems`.
     None if it refuses another thing."""
     while True:
         try:

@@ -20,12 +20,12 @@ from toolkit.system.install import install, optional
 
 
 def fuse(model: PreTrainedModel, kernels: FusedKernels) -> None:
-    """Let `model`'s modules compute with Liger's kernels; does nothing unless `kernels` is
+    """Let `model`'s modules compute with Liger's kernels. Does nothing unless `kernels` is
     `liger`.
 
     Liger knows for each family which norms scale by 1 + weight, and which gradients a kernel
     may overwrite. Loss and experts stay transformers'. Parameters and hooks do not change. The
-    rotary function of the family is replaced for the whole process; classes are not, so that
+    rotary function of the family is replaced for the whole process. Classes are not, so that
     later models have the parameters of their configs. Raises BackendUnavailable without Liger.
     """
     if kernels != "liger":

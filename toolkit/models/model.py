@@ -41,7 +41,7 @@ _DROPOUT = re.compile(r"(?!classifier|summary).*(dropout|pdrop|layerdrop)")
 
 
 def is_dropout(name: str) -> bool:
-    """Whether this config key is a dropout probability; these are 0 unless the recipe sets
+    """Whether this config key is a dropout probability. These are 0 unless the recipe sets
     them."""
     return _DROPOUT.match(name) is not None
 
@@ -53,7 +53,7 @@ def is_attention_dropout(name: str) -> bool:
 
 class Config(dict[str, Any]):
     """A config with transformers' defaults and computed values, under transformers' own names
-    and the standard ones; dropouts that it does not state are 0. A key without a value is
+    and the standard ones. Dropouts that it does not state are 0. A key without a value is
     None."""
 
     def __missing__(self, key: str) -> None:
@@ -61,7 +61,7 @@ class Config(dict[str, Any]):
 
     @property
     def head_dim(self) -> int:
-        """Features of one head; the hidden size divided by the heads if no key states it."""
+        """Features of one head. The hidden size divided by the heads if no key states it."""
         return int(self["head_dim"] or self["hidden_size"] // self["num_attention_heads"])
 
 
@@ -78,7 +78,7 @@ class Model:
 
 
 def check_config(config: Mapping[str, object]) -> list[Problem]:
-    """Return every mistake in `config`; an empty list when `read` may be called.
+    """Return every mistake in `config`. An empty list when `read` may be called.
 
     Nothing raises here, for any values.
     """

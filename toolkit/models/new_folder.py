@@ -1,5 +1,5 @@
-"""New folders of a conversion or export: they appear under their names when they are complete;
-before that, they are hidden folders next to them."""
+"""New folders of a conversion or export: they appear under their names when they are complete.
+Before that, they are hidden folders next to them."""
 
 import os
 import shutil

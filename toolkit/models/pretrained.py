@@ -57,7 +57,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, tuple[Piece, ...]]:
 def _in_order(
     model: PreTrainedModel, empty: dict[str, Tensor]
 ) -> dict[str, tuple[Piece, ...]] | None:
-    """See `saved_tensors`; None where a saved tensor is no range of a parameter's elements."""
+    """See `saved_tensors`. None where a saved tensor is no range of a parameter's elements."""
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
     ranges: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     with torch.no_grad(), _WithoutCopies():  # type: ignore[no-untyped-call]
@@ -145,7 +145,7 @@ class SafetensorsWeights:
         return read_rectangle(block, self._places[block.tensor], self.read)
 
     def _stored_name(self, *names: str) -> str | None:
-        """How a file calls the first of `names` that it has; some checkpoints leave out the
+        """How a file calls the first of `names` that it has. Some checkpoints leave out the
         name of the decoder in the model."""
         ways = ((name, name.removeprefix(self._prefix)) for name in names)
         return next((one for way in ways for one in way if one in self.files), None)

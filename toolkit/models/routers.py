@@ -2,7 +2,7 @@
 
 A router computes a logit per token and expert, scores the logits, and chooses the k experts of
 the largest scores. The observed data, a `Routing`, is the same for transformers' models and for
-megatron-core's (`megatron/routers.py`); where it is observed differs.
+megatron-core's (`megatron/routers.py`). Where it is observed differs.
 """
 
 import re
@@ -82,9 +82,9 @@ def outcome(router: "nn.Module", output: "tuple[Tensor, ...]") -> "tuple[Tensor,
 def watch(
     model: "nn.Module", real: "Callable[[], Tensor | None]", observer: Observer
 ) -> "dict[int, nn.Module]":
-    """Call `observer` with the routing of a transformers model; return the routers by layer.
+    """Call `observer` with the routing of a transformers model. Return the routers by layer.
 
-    `real` returns `Routing.real` of the current batch; None: do not observe. Called before an
+    `real` returns `Routing.real` of the current batch. None: do not observe. Called before an
     engine adds its own hooks.
     """
     parts = dict(enumerate(part for part in model.modules() if is_router(part)))

@@ -59,7 +59,7 @@ def _is_lfs_pointer(path: Path) -> bool:
 
 
 class SafetensorsFolder:
-    """Tensors by the names that the files give them; a file is opened when it is needed.
+    """Tensors by the names that the files give them. A file is opened when it is needed.
 
     Raises DataError, which names the file, for missing or damaged ones.
     """
@@ -203,7 +203,7 @@ def in_files(entries: Iterable[TensorToWrite]) -> dict[str, list[TensorToWrite]]
 def write_file(
     path: Path, entries: Iterable[TensorToWrite], digest: "_Hash | None" = None
 ) -> None:
-    """Write and sync one safetensors file; `digest` gets all its bytes."""
+    """Write and sync one safetensors file. `digest` gets all its bytes."""
     import torch
 
     # The order of the safetensors library, in which every tensor is aligned to its elements.
@@ -233,7 +233,7 @@ def write_file(
 
 
 def _write(file: BinaryIO, data: bytes | memoryview, digest: "_Hash | None") -> None:
-    """Write all of `data`, a slice at a time; `digest` sees every byte."""
+    """Write all of `data`, a slice at a time. `digest` sees every byte."""
     view = memoryview(data)
     while len(view):
         written = file.write(view[:_SLICE_BYTES])

@@ -1,7 +1,7 @@
 """The model as the planner sees it: shape, parameters, FLOPs.
 
 Does not import torch: `dmt check` and `dmt plan` use these numbers. Parameter counts are exact
-(tested against the real transformers models); FLOPs count every matrix product of one forward
+(tested against the real transformers models). FLOPs count every matrix product of one forward
 pass.
 """
 
@@ -13,12 +13,12 @@ Scores = Literal["plain", "capped", "sinks"]
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Parameters of a model by part; biases are counted with their matrix."""
+    """Parameters of a model by part. Biases are counted with their matrix."""
 
     embedding: int
     """Token embedding, vocab × hidden."""
     position_embedding: int
-    """Learned positions, max_positions × hidden; 0 with rotary positions."""
+    """Learned positions, max_positions × hidden. 0 with rotary positions."""
     attention: int
     """Query, key, value and output projections of all layers."""
     mlp: int
@@ -32,7 +32,7 @@ class ParameterCounts:
     norms: int
     """Norm weights and biases, the final norm and query/key norms included."""
     lm_head: int
-    """Output projection, vocab × hidden; 0 when tied to the embedding."""
+    """Output projection, vocab × hidden. 0 when tied to the embedding."""
 
     @property
     def total(self) -> int:
@@ -102,14 +102,14 @@ class ModelSpec:
     heads: int
     """Query heads."""
     kv_heads: int
-    """Key/value heads; fewer than `heads` with grouped-query attention."""
+    """Key/value heads. Fewer than `heads` with grouped-query attention."""
     head_dim: int
-    """Size of one head; heads · head_dim need not equal `hidden`."""
+    """Size of one head. Heads · head_dim need not equal `hidden`."""
     intermediate: int
     """Inner size of a dense MLP."""
     vocab: int
     max_positions: int
-    """Longest sequence that the config states; a hard limit for learned positions."""
+    """Longest sequence that the config states. A hard limit for learned positions."""
     parameters: ParameterCounts
     """Exact parameter counts by part."""
     flops: float
@@ -124,24 +124,24 @@ class ModelSpec:
     sliding_window: int | None = None
     """Keys that a query of a sliding-window layer sees, itself included."""
     sliding_layers: int = 0
-    """Layers whose attention is limited to the window; the others see everything."""
+    """Layers whose attention is limited to the window. The others see everything."""
     chunked: bool = False
     """Chunks instead of a sliding window: a query sees the previous positions of its own
     chunk."""
     experts: int = 0
-    """Experts of a mixture-of-experts layer; 0 for a dense model."""
+    """Experts of a mixture-of-experts layer. 0 for a dense model."""
     experts_per_token: int = 0
     expert_intermediate: int = 0
     """Inner size of one expert."""
     moe_layers: int = 0
-    """Layers with experts; the others have a dense MLP."""
+    """Layers with experts. The others have a dense MLP."""
     shared_intermediate: int = 0
     """Inner size of the shared experts together, in each layer with experts."""
     every_expert: bool = False
     """transformers' own model computes every expert on every token, on zeros if the token did
     not choose it."""
     latent: int = 0
-    """Sizes of the latent vectors of queries and of keys and values, together; 0 where these
+    """Sizes of the latent vectors of queries and of keys and values, together. 0 where these
     are projected at once."""
     gated_mlp: bool = True
     """Three matrices (gate, up, down) instead of two."""
@@ -164,7 +164,7 @@ class ModelSpec:
     scores: Scores = "plain"
     """What attention's scores are besides scaled and masked: soft-capped, or with sinks."""
     frozen: FrozenParameters | None = None
-    """The parameters frozen by `model.freeze`; None: everything trains."""
+    """The parameters frozen by `model.freeze`. None: everything trains."""
     adapters: AdapterParameters | None = None
     """With them, nothing else trains."""
     generic: bool = False

@@ -3,7 +3,7 @@
 - `context: true`: a small model computes the same with rows that are spread over ranks, as
   `tests.models.every_type --context` found. Others may have a state along the row, count
   positions themselves, or attend in a way of their own.
-- `router`: how its routers score their logits (`biased`: by sigmoids, with a correction bias);
+- `router`: how its routers score their logits (`biased`: by sigmoids, with a correction bias).
   tests/models/test_routers.py runs each.
 - `initialised: false`: transformers leaves weights without initial values, or fails at it.
 """
@@ -28,4 +28,4 @@ SCORES: Mapping[str, Score] = {
     for name, known in TYPES.items()
     if "router" in known
 }
-"""How the routers of a type score their logits; other types score or choose differently."""
+"""How the routers of a type score their logits. Other types score or choose differently."""

@@ -4,10 +4,10 @@ A weight source returns elements `[start, stop)` of the flattened parameter `nam
 only the elements that it holds, so no rank ever needs the whole model, and the values do not
 depend on the rank.
 
-`RandomWeights` draws them from (seed, name, position); `SafetensorsWeights` (pretrained.py)
+`RandomWeights` draws them from (seed, name, position). `SafetensorsWeights` (pretrained.py)
 reads them from a Hugging Face folder. Names are those of Hugging Face checkpoints. Transformers
 keeps the experts of a layer in one stacked parameter while checkpoints hold one tensor
-per expert; `checkpoint_names` maps one to the other. For families whose published checkpoints
+per expert. `checkpoint_names` maps one to the other. For families whose published checkpoints
 also hold the stack, a tensor per expert is a slice of it.
 """
 
@@ -110,7 +110,7 @@ def checkpoint_names(name: str, shape: Sequence[int]) -> list[Piece]:
     as `weight_name` does.
 
     Nearly always one tensor of the same name. For stacked experts, `gate_up_proj`
-    [experts, 2·intermediate, hidden] is gate and up of expert 0, then of expert 1, …;
+    [experts, 2·intermediate, hidden] is gate and up of expert 0, then of expert 1, ….
     `down_proj` [experts, hidden, intermediate] is one tensor per expert. Where published
     checkpoints stack them, too, every parameter is one tensor per expert, in its own shape.
     """

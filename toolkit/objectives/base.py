@@ -31,7 +31,7 @@ class LossTerms:
 
 class Objective(ABC):
     """An objective. Created with the settings of the recipe's section of its name, if there is
-    one, as keyword arguments; stateless."""
+    one, as keyword arguments. Stateless."""
 
     reads: tuple[str, ...] = ()
     """Optional inputs that it needs: fields of `MicroBatch`, or names in its `extra`."""

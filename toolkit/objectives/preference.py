@@ -93,7 +93,7 @@ class Dpo(PairObjective):
 
 class Orpo(PairObjective):
     """Odds ratio preference optimization (Hong et al., arXiv:2403.07691), which needs no
-    reference model; a reward is β times the mean log p.
+    reference model. A reward is β times the mean log p.
 
     With p(y) = exp(mean log p of the tokens of the answer y), equation 3, and
     odds(y) = p(y) / (1 - p(y)), the loss of a pair is the cross entropy per token of the
@@ -151,7 +151,7 @@ def _counted(batch: MicroBatch) -> "Tensor":
 
 
 def _means(log_probs: "Tensor", batch: MicroBatch) -> "Tensor":
-    """Mean log p of the trained tokens of each row, float64 [rows]; 0 for a row without any."""
+    """Mean log p of the trained tokens of each row, float64 [rows]. 0 for a row without any."""
     return log_probs.double().sum(dim=1) / _lengths(batch)
 
 

@@ -3,7 +3,7 @@ torch.
 
 The update rule and the plain reference of a rehearsal are named as `module:attribute` and
 imported where they run. Another package adds an optimizer by an entry point in the group
-`dmt.optimizers`; `tests/toy/toy_optimizer.py` is a complete one.
+`dmt.optimizers`. `tests/toy/toy_optimizer.py` is a complete one.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class WholeTensors:
     rule: str
     """The class of its `UpdateRule`."""
     takes: Callable[[str, int], bool] = lambda _tensor, _dimensions: True
-    """Whether it updates a tensor of this name; the engine's AdamW updates all others."""
+    """Whether it updates a tensor of this name. The engine's AdamW updates all others."""
     moments: tuple[str, ...] = ()
     """Those of `MOMENTS` that every holder of a tensor keeps for its elements."""
     quantities: Mapping[str, Quantity] = field(default_factory=dict)
@@ -113,11 +113,11 @@ class OptimizerKind:
     """Other tools' names of it, in lowercase letters. Errors suggest it instead."""
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     """The name in other tools' configurations (`deepspeed.json`,
-    `TrainingArguments`); one that is missing cannot state it."""
+    `TrainingArguments`). One that is missing cannot state it."""
     packages: Mapping[str, str] = field(default_factory=dict)
     """Distributions that it needs, and the module of each."""
     no_adapter: str = ""
-    """Why it does not train adapters; empty if it does."""
+    """Why it does not train adapters. Empty if it does."""
     largest_rate: float = 3e-4
     """`dmt rehearse` lowers the rate to this, because larger steps amplify rounding. In ten
     steps of AdamW, 3e-3 turned 1e-7 into 3e-5. So did 1e-3 with experts, whose routing
@@ -144,4 +144,4 @@ OPTIMIZERS: Registry[OptimizerKind] = Registry(
         "muon": "toolkit.optimizers.muon:MUON",
     },
 )
-"""Every optimizer by its name; other packages add theirs as entry points."""
+"""Every optimizer by its name. Other packages add theirs as entry points."""

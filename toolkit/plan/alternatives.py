@@ -59,7 +59,7 @@ class Alternative(NamedTuple):
 
 def what_if(found: Search) -> Iterator[Alternative]:
     """For each setting left to the planner its other values, of numbers the nearest lower and
-    higher; for each stated one `auto`, where that changes the layout."""
+    higher. For each stated one `auto`, where that changes the layout."""
     job, best = found.job, found.best
     yield from other_engines(found, {best.pair.engine})
     for dimension in DIMENSIONS:
@@ -103,7 +103,7 @@ def _others(found: Search, dimension: Dimension) -> list[Any]:
 
 
 def answer(job: PlanRequest, cluster: Cluster) -> Search | None:
-    """The search for a job; None if it is refused, or has no layout."""
+    """The search for a job. None if it is refused, or has no layout."""
     if legality.problems(job.parallel, job.cluster) or model_rules.problems(job):
         return None
     try:
@@ -115,7 +115,7 @@ def answer(job: PlanRequest, cluster: Cluster) -> Search | None:
 def _alternative(
     job: PlanRequest, cluster: Cluster, changes: Changes, *, fitting: bool = False
 ) -> Iterator[Alternative]:
-    """The answer with these changes; none if they are refused, or, with `fitting`, if nothing
+    """The answer with these changes. None if they are refused, or, with `fitting`, if nothing
     fits with them."""
     stated, changed = dict(changes), job
     if adapter := stated.pop("adapter", None):

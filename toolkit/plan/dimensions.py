@@ -28,7 +28,7 @@ class Dimension(NamedTuple):
     """The format of a value in a layout's text: `tp2`; of kernels and recompute, in its long
     one."""
     degree: bool = False
-    """It multiplies the ranks or the parts of a model; 1 is none."""
+    """It multiplies the ranks or the parts of a model. 1 is none."""
 
     @property
     def setting(self) -> str:
@@ -156,7 +156,7 @@ def division_text(chunks: Iterable[int]) -> str:
 
 
 def smallest_factor(degree: int) -> int:
-    """The smallest prime factor; 1 of 1."""
+    """The smallest prime factor. 1 of 1."""
     return next((n for n in range(2, degree + 1) if degree % n == 0), 1)
 
 

@@ -25,7 +25,7 @@ Room = Literal["fits", "tight", "does not fit"]
 
 
 class Resource(NamedTuple):
-    """What a layout needs of some memory; sizes in GiB."""
+    """What a layout needs of some memory. Sizes in GiB."""
 
     needed: float
     capacity: float
@@ -57,7 +57,7 @@ class Estimate:
 
     @property
     def capacity_gib(self) -> float | None:
-        """Memory of a device; None where it is not limited (a CPU)."""
+        """Memory of a device. None where it is not limited (a CPU)."""
         return self.setup.cluster.gpu.memory_gib
 
     @cached_property
@@ -76,7 +76,7 @@ class Estimate:
         return step_s(*self.setup[:3])
 
     def resources(self) -> Iterator[Resource]:
-        """Device, host and disks; processes without accelerators share their node's memory."""
+        """Device, host and disks. Processes without accelerators share their node's memory."""
         cluster, host = self.setup.cluster, self.host_gib
         if self.capacity_gib is None:
             host += self.memory_gib * min(cluster.gpus_per_node, self.layout.world)

@@ -40,7 +40,7 @@ def ledger(
     """Every entry of this plan, exact ones first.
 
     `config` is the hub's config of the model if the recipe states none. `engine_config` is the
-    configuration of the plan's engine; without it, entries follow from the plan only.
+    configuration of the plan's engine. Without it, entries follow from the plan only.
     """
     settings = recipe.model.config or {}
     jitter = (settings or config or {}).get("router_jitter_noise")
@@ -198,7 +198,7 @@ def _fp8_words(scaling: Fp8Scaling) -> str:
 
 
 def _split_sums(plan: Plan) -> str:
-    """Sums that this layout splits; empty if nothing is split."""
+    """Sums that this layout splits. Empty if nothing is split."""
     layout = plan.layout
     gradients = (
         ("micro batches", layout.gradient_accumulation),

@@ -36,38 +36,38 @@ class Plan:
     parameters: int
     """Parameters of the model."""
     flops_per_token: float
-    """Training FLOPs per token, attention counted as masked; the numerator of MFU."""
+    """Training FLOPs per token, attention counted as masked. The numerator of MFU."""
     peak_flops_per_gpu: float | None
-    """Peak of one device in the recipe's precision; None where it is unknown."""
+    """Peak of one device in the recipe's precision. None where it is unknown."""
     model_states_gib: float
     """Parameters, gradients and optimizer states on the fullest device, in GiB."""
     reasons: tuple[str, ...]
     """One line per decision."""
     memory_gib: float | None = None
-    """Predicted peak of the fullest device; None in plans of releases before this one."""
+    """Predicted peak of the fullest device. None in plans of releases before this one."""
     fits: bool = True
     """Whether device, host and disks hold it."""
     step_time_s: float | None = None
     """Predicted seconds of one optimizer step."""
     tokens_per_s_per_gpu: float | None = None
     mfu: float | None = None
-    """Predicted model FLOPs utilization, attention counted as masked; None on a CPU."""
+    """Predicted model FLOPs utilization, attention counted as masked. None on a CPU."""
     trainable_parameters: int | None = None
-    """Parameters that train; None in plans of releases before this one, where all do."""
+    """Parameters that train. None in plans of releases before this one, where all do."""
     attention: Attention | None = None
-    """What computes attention in every engine and model implementation; None in plans of
+    """What computes attention in every engine and model implementation. None in plans of
     releases before this one."""
     attention_kernel: AttentionKernel = "sdpa"
     """Which of torch's kernels for `sdpa` is tried first."""
     loss_scale: float | None = None
-    """Initial loss scale of fp16, for the mean loss over a rank's tokens of a step; otherwise
+    """Initial loss scale of fp16, for the mean loss over a rank's tokens of a step. Otherwise
     None."""
     remedies: tuple[Remedy, ...] = ()
     """If nothing fits: the changes with which something does."""
 
     def run_s(self, batches: BatchSizes, steps: int) -> float | None:
         """Predicted seconds of the first `steps` steps, of which smaller ones count as their
-        share of the largest; None where the plan predicts none."""
+        share of the largest. None where the plan predicts none."""
         if self.step_time_s is None:
             return None
         return self.step_time_s * batches.samples(steps) / self.layout.global_batch

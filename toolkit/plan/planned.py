@@ -34,7 +34,7 @@ class Run:
 
     @property
     def cost(self) -> float | None:
-        """In the currency of the cluster file's price; None without one."""
+        """In the currency of the cluster file's price. None without one."""
         price = self.cluster.price_per_gpu_hour
         return None if price is None else price * self.gpu_hours
 
@@ -79,7 +79,7 @@ class Planned:
 
     @property
     def run(self) -> Run | None:
-        """How long the whole run takes; None where its steps are not known yet."""
+        """How long the whole run takes. None where its steps are not known yet."""
         steps, batches = self.recipe.total_steps(), self.recipe.training.batches
         total_s = None if steps is None else self.plan.run_s(batches, steps)
         if steps is None or total_s is None:
@@ -88,9 +88,9 @@ class Planned:
 
 
 def plan_recipe(recipe: Recipe, cluster: str | Cluster | None = None) -> Planned:
-    """Search every layout of a recipe; starts nothing and needs no torch.
+    """Search every layout of a recipe. Starts nothing and needs no torch.
 
-    `cluster`: as `--cluster`, e.g. `4x8xh100-80gb`; default: the recipe's. Where nothing fits,
+    `cluster`: as `--cluster`, e.g. `4x8xh100-80gb`. Default: the recipe's. Where nothing fits,
     `plan.fits` is false and `plan.remedies` names what would.
 
     Raises PlanError if the batch cannot be spread over the cluster, RecipeError if the recipe's

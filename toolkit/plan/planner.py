@@ -1,6 +1,6 @@
 """From a recipe to one plan: every `auto` decided once, with the reason written down.
 
-The plan is made before anything runs and stored in the run directory; workers and
+The plan is made before anything runs and stored in the run directory. Workers and
 restarts read it and never decide again. The decisions are the result of `toolkit.plan.search`.
 """
 
@@ -26,7 +26,7 @@ def plan_recipe(
 ) -> Plan:
     """Decide everything that the recipe leaves open.
 
-    `cluster` replaces the recipe's own if links, prices or measured speeds are known;
+    `cluster` replaces the recipe's own if links, prices or measured speeds are known.
     `explained`: see `plan_of`. Raises as `explore` does.
     """
     return plan_of(explore(recipe, cluster), explained=explained)
@@ -104,7 +104,7 @@ def plan_of(found: Search, *, explained: bool = True) -> Plan:
 def first_loss_scale(precision: str) -> float | None:
     """The first loss scale of fp16, None in another precision: DeepSpeed's and torch's default.
 
-    In every engine it applies to the mean loss over the tokens of one rank and step; an engine
+    In every engine it applies to the mean loss over the tokens of one rank and step. An engine
     that minimises a sum divides it by their number. A scale that is too high skips steps until
     it fits, so engines with different initial scales would skip different steps.
     """

@@ -22,7 +22,7 @@ _UNMEASURED = {
 
 
 def reasons(found: Search, built_gib: float) -> Iterator[str]:
-    """Every line; `built_gib`: memory while the model is built."""
+    """Every line. `built_gib`: memory while the model is built."""
     job, best = found.job, found.best
     yield why(found)
     yield _pair(job, best.pair)

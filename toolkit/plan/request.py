@@ -26,7 +26,7 @@ from toolkit.recipe.section import Section
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """The rules' inputs from a recipe; `config` is valid."""
+    """The rules' inputs from a recipe. `config` is valid."""
 
     parallel: ParallelSection
     cluster: ClusterSection
@@ -75,12 +75,12 @@ class PlanRequest:
 
     @cached_property
     def mapped(self) -> MegatronModel:
-        """The model in megatron-core's terms; its map exists even if it is not expressible."""
+        """The model in megatron-core's terms. Its map exists even if it is not expressible."""
         return mapped(self.config)
 
     @cached_property
     def inexpressible(self) -> str | None:
-        """Why megatron-core cannot compute this model exactly; None if it can."""
+        """Why megatron-core cannot compute this model exactly. None if it can."""
         return unsupported(self.config)
 
     @cached_property

@@ -44,7 +44,7 @@ and the ZeRO stage. The lowest that will do is chosen."""
 
 
 def kind_of(one: Estimate) -> Kind:
-    """See `Kind`; on a CPU, whose memory is not limited, ZeRO stages differ in nothing, and
+    """See `Kind`. On a CPU, whose memory is not limited, ZeRO stages differ in nothing, and
     stage 0 is no simpler than 1."""
     layout = one.layout
     away = (layout.offload_optimizer, layout.offload_parameters) != ("none", "none")
@@ -68,14 +68,14 @@ class Search:
     job: PlanRequest
     cluster: Cluster
     fallback: Fallback
-    """The least fallback with which anything fits; the largest one if nothing does."""
+    """The least fallback with which anything fits. The largest one if nothing does."""
     partial: tuple[PartialLayout, ...]
     """Every partial layout with it. Where none of these that has a margin of memory is chosen,
     those with more offload, too."""
 
     @property
     def ranked(self) -> Iterator[Estimate]:
-        """Layouts that fit, fastest first; each is evaluated when it is first asked for."""
+        """Layouts that fit, fastest first. Each is evaluated when it is first asked for."""
         return copy(self._ranked)
 
     @cached_property
@@ -134,8 +134,8 @@ class Search:
         return [*found.values()]
 
     def shortlist(self, most: int) -> list[Estimate]:
-        """The best strategies, at least one of them with a margin of memory if any has one;
-        the nearest layout if nothing fits."""
+        """The best strategies, at least one of them with a margin of memory if any has one.
+        The nearest layout if nothing fits."""
         found = self.strategies(most, stages=True)
         if any(self.with_margin(found)):
             return found
@@ -144,7 +144,7 @@ class Search:
 
 
 def search(job: PlanRequest, cluster: Cluster) -> Search:
-    """Search every layout of `job` on `cluster`; fallbacks that cost speed only if nothing fits
+    """Search every layout of `job` on `cluster`. Fallbacks that cost speed only if nothing fits
     without them, and offload also next to tensor groups over slow links, or if nothing with a
     margin of memory is chosen without it.
 
@@ -174,7 +174,7 @@ def search(job: PlanRequest, cluster: Cluster) -> Search:
 
 
 def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | None:
-    """The search with at most this fallback; None if there is no layout."""
+    """The search with at most this fallback. None if there is no layout."""
     partial = tuple(one for one in partial_layouts(job, fallback) if one.micro_batches)
     return Search(job, cluster, fallback, partial) if partial else None
 
@@ -265,7 +265,7 @@ def _measured(
 def _drawbacks(one: Estimate) -> tuple[float, ...]:
     """What decides between equally fast layouts, the least first: memory in excess of what
     leaves a margin, the number of parallel dimensions and other techniques, their degrees, and
-    memory; on CPUs, where memory is not limited, time before memory."""
+    memory. On CPUs, where memory is not limited, time before memory."""
     if one.capacity_gib is None:
         return one.step_s, one.memory.model_states, moving_parts(one)
     layout = one.layout

@@ -1,5 +1,5 @@
 """Enumerates every possible layout of a recipe, from which the planner chooses. Settings of the
-recipe are kept; `auto` takes every value that `legality` and `model_rules` allow.
+recipe are kept. `auto` takes every value that `legality` and `model_rules` allow.
 
 A `PartialLayout` is a layout without batch split and recompute, which the search chooses by
 what fits.
@@ -38,7 +38,7 @@ class PartialLayout:
     layout: Layout
     """With a micro batch of 1 and the corresponding accumulation."""
     micro_batches: tuple[int, ...]
-    """Sequences per forward pass that spread the batch evenly, ascending; may be empty."""
+    """Sequences per forward pass that spread the batch evenly, ascending. May be empty."""
     recomputes: tuple[tuple[Recompute, LossKernel], ...]
     """Possible recompute of layers and logits, least first."""
 
@@ -198,7 +198,7 @@ def _contexts(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> l
 
 
 def _open(asked: int | str, all_of: Sequence[int], most: int) -> list[int]:
-    """The requested value; for `auto`, all that are small enough."""
+    """The requested value. For `auto`, all that are small enough."""
     if isinstance(asked, int):
         return [asked]
     return [degree for degree in all_of if degree <= most]
@@ -247,7 +247,7 @@ def _layout(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> Layout:
 
 
 def _micro_batches(job: PlanRequest, layout: Layout) -> list[int]:
-    """Sizes that spread the batch; the interleaved schedule takes one per stage at a time."""
+    """Sizes that spread the batch. The interleaved schedule takes one per stage at a time."""
     group = layout.pp if layout.vpp > 1 else 1
     share, rest = divmod(job.training.batch_unit, layout.dp)
     if rest or not share:

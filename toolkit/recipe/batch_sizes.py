@@ -1,4 +1,4 @@
-"""How many samples each step has; its tokens follow from that."""
+"""How many samples each step has. Its tokens follow from that."""
 
 import math
 from collections.abc import Iterator, Sequence

@@ -111,7 +111,7 @@ def _flat(text: str) -> str:
 
 
 def main() -> int:
-    """Write or check the document; 0 when it is (now) current."""
+    """Write or check the document. 0 when it is (now) current."""
     about = "Generate docs/recipe.md from the schema."
     return write_or_check(about, "toolkit.recipe.docs", {DOCUMENT: render()})
 

@@ -1,4 +1,4 @@
-"""A `Recipe` → YAML with every default written out; loads back to an equal recipe."""
+"""A `Recipe` → YAML with every default written out. Loads back to an equal recipe."""
 
 import io
 from collections.abc import Iterator, Mapping
@@ -66,7 +66,7 @@ def in_yaml(value: object) -> str:
 
 def commented(values: Mapping[str, Any], comments: Mapping[str, str]) -> Iterator[str]:
     """Settings in nested maps as lines of YAML, with comments by dotted name. A map stands on
-    one line where it fits and has no comment inside; other sections are paragraphs."""
+    one line where it fits and has no comment inside. Other sections are paragraphs."""
     before = 1
     for name, value in values.items():
         lines = [*_lines({name: value}, comments, "")]

@@ -1,7 +1,7 @@
 """Settings of other tools, by the name a user knows: what they are called here.
 
-Only error texts use these names; a foreign name is never accepted. Names in the files of other
-tools have rows in the tables of `toolkit/foreign`; here are names without a row, and notes.
+Only error texts use these names. A foreign name is never accepted. Names in the files of other
+tools have rows in the tables of `toolkit/foreign`. Here are names without a row, and notes.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ class Foreign:
     """Which setting of ours stands for a setting of another tool."""
 
     target: str | None
-    """Dotted path of our setting; None when there is none, because it is derived."""
+    """Dotted path of our setting. None when there is none, because it is derived."""
     note: str = ""
     """How to translate the value, or why there is no such setting."""
 
@@ -232,7 +232,7 @@ def carried() -> Mapping[str, str]:
 
 def foreign(name: str) -> Foreign | None:
     """Find our name of a foreign setting by its name or, where that is short, with its
-    section; dashes, case and leading `--` do not matter."""
+    section. Dashes, case and leading `--` do not matter."""
     name = name.lstrip("-").replace("-", "_").lower()
     ours = carried().get(name)
     return FOREIGN.get(name) or (Foreign(ours) if ours else None)

@@ -19,12 +19,12 @@ _EXTENDS = {
     ],
 }
 _RENAMED = {"prefixItems": "items", "oneOf": "anyOf"}
-"""Draft 7's word; a map whose `kind` another file states may be one of several."""
+"""Draft 7's word. A map whose `kind` another file states may be one of several."""
 _LEFT_OUT = ("accepts", "title", "required", "discriminator")
 
 
 def json_schema() -> dict[str, Any]:
-    """The schema of a recipe file; every setting with its text."""
+    """The schema of a recipe file. Every setting with its text."""
     made = Recipe.model_json_schema()
     definitions = made["$defs"]
     sections = {
@@ -45,7 +45,7 @@ def json_schema() -> dict[str, Any]:
 
 
 def _name(value: Mapping[str, Any]) -> str:
-    """The name of the section that a setting is; empty for others."""
+    """The name of the section that a setting is. Empty for others."""
     return str(value.get("$ref", "")).rpartition("/")[2]
 
 

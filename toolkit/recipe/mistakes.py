@@ -1,6 +1,6 @@
 """pydantic's errors → one `Problem` per setting, in the user's words.
 
-pydantic reports one error per member of a union and names its own types; here each
+pydantic reports one error per member of a union and names its own types. Here each
 setting gets one problem that says what the schema as a whole accepts.
 """
 
@@ -28,7 +28,7 @@ from toolkit.text.dotted import is_within
 from toolkit.text.suggest import closest
 
 MAX_PROBLEMS = 100
-"""Most problems reported at once; a file with more is not a recipe."""
+"""Most problems reported at once. A file with more is not a recipe."""
 
 _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _REMOVE = "remove it; docs/recipe.md lists every setting"
@@ -207,7 +207,7 @@ def setting_of(path: KeyPath) -> str:
 
 
 def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:
-    """The text to type instead of a value that does not fit; empty where none is known."""
+    """The text to type instead of a value that does not fit. Empty where none is known."""
     value, takes_list = stated.at(path), setting.takes("array")
     if isinstance(value, list):
         takes_one = setting.takes("string", "integer", "number", "boolean")
@@ -257,7 +257,7 @@ def _fix_text(path: KeyPath, text: str, setting: Setting, stated: Stated) -> str
 
 
 def _plain_value(text: str) -> bool | int | float | None:
-    """The value of a text without its quotes; None if that is text as well, or nothing."""
+    """The value of a text without its quotes. None if that is text as well, or nothing."""
     try:
         value = resolve_plain(text)
     except NumberError:
@@ -266,7 +266,7 @@ def _plain_value(text: str) -> bool | int | float | None:
 
 
 def _spelt_out(text: str) -> str:
-    """`1_000`, `1,000` and `8k` as plain numbers; empty for anything else."""
+    """`1_000`, `1,000` and `8k` as plain numbers. Empty for anything else."""
     bare = text.replace("_", "").replace(",", "").strip().lower()[:30]
     factor = _SUFFIXES.get(bare[-1:], 1)
     number = _plain_value(bare[:-1] if factor > 1 else bare)

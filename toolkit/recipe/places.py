@@ -19,7 +19,7 @@ def is_remote(text: str) -> bool:
 
 
 RECIPES = (Path(__file__).parents[1] / "recipes").resolve()
-"""The shipped recipes: `recipes/` of the checkout (`toolkit/recipes` is a link to it); in an
+"""The shipped recipes: `recipes/` of the checkout (`toolkit/recipes` is a link to it). In an
 installed package, the same files as package data."""
 SHIPPED = "recipes:"
 """Prefix of a path in `RECIPES`, e.g. in `extends: recipes:llama/llama-3.1-8b.yml`."""
@@ -41,7 +41,7 @@ def tasks_of(size: Path) -> list[str]:
 
 def composed_of(path: Path) -> tuple[Path, str] | None:
     """The file of the size and the task that a recipe's name stands for, e.g.
-    `llama-3.1-8b-lora.yaml`, where it is no file; None for any other."""
+    `llama-3.1-8b-lora.yaml`, where it is no file. None for any other."""
     if path.suffix != ".yaml" or os.path.lexists(path):
         return None
     near = sorted(path.parent.glob("*.yml"), key=lambda size: len(size.stem), reverse=True)

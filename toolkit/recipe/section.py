@@ -58,7 +58,7 @@ class Section(BaseModel):
     )
 
     def with_values(self, values: Mapping[str, object]) -> Self:
-        """A copy with other values, by the dotted paths of settings; they are not checked."""
+        """A copy with other values, by the dotted paths of settings. They are not checked."""
         changed: dict[str, Any] = {}
         inside: dict[str, dict[str, object]] = {}
         for path, value in values.items():

@@ -20,7 +20,7 @@ _TYPES = {"integer": "an integer", "number": "a number", "string": "text",
 _PLURALS = {"integer": "integers", "number": "numbers", "string": "texts"}
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "maximum": "≤"}
 _GUARD = 2**32
-"""Upper bounds above this only guard against nonsense; texts leave them out."""
+"""Upper bounds above this only guard against nonsense. Texts leave them out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class Setting:
 
     @property
     def kinds(self) -> dict[str, Schema]:
-        """Sections by the `kind` that chooses one of them; empty unless they are several."""
+        """Sections by the `kind` that chooses one of them. Empty unless they are several."""
         some = self.sections
         return (
             {} if len(some) < 2 else {one["properties"]["kind"]["const"]: one for one in some}

@@ -1,7 +1,7 @@
 """YAML text → plain data, with the line of every key.
 
 ruamel.yaml composes a tree without types, whose size and depth are bounded here, aliases
-included; plain scalars are read by the YAML 1.2 core schema. No constructor ever runs, so a tag
+included. Plain scalars are read by the YAML 1.2 core schema. No constructor ever runs, so a tag
 cannot create an object.
 """
 
@@ -24,7 +24,7 @@ from ruamel.yaml.tag import Tag
 from toolkit.errors import Problem, RecipeError
 
 MAX_BYTES = 256 * 1024
-"""Largest file; ruamel's scanner needs more than linear time for some inputs."""
+"""Largest file. ruamel's scanner needs more than linear time for some inputs."""
 MAX_NODES = 20_000
 """Most nodes of a document, aliases counted as often as they are used."""
 MAX_DEPTH = 32
@@ -88,7 +88,7 @@ class Stated:
         return self.places[path]
 
     def states(self, path: KeyPath) -> bool:
-        """True if there is a key or item at a path; the document is always there."""
+        """True if there is a key or item at a path. The document is always there."""
         if not path:
             return True
         around, part = self.at(path[:-1]), path[-1]
@@ -97,7 +97,7 @@ class Stated:
         return isinstance(around, dict) and part in around
 
     def at(self, path: KeyPath) -> Any:
-        """The value at a path; None when it is not stated."""
+        """The value at a path. None when it is not stated."""
         node = self.data
         for part in path:
             try:
@@ -194,7 +194,7 @@ def _in_pyyaml(text: str, value: Value) -> Value:
 def parse(text: str, file: str, *, is_foreign: bool = False) -> tuple[Stated, list[Problem]]:
     """Read one YAML document.
 
-    `file` is only shown in errors; `is_foreign`: of a tool that reads it by PyYAML, where merge
+    `file` is only shown in errors. `is_foreign`: of a tool that reads it by PyYAML, where merge
     keys count and `yes`, `no`, `on` and `off` are booleans. Returns what is stated and the
     mistakes that do not stop reading (tags, keys stated twice, keys that are not text).
 
@@ -316,7 +316,7 @@ class _Reader:
         return merged | entries
 
     def merged(self, node: Any, path: KeyPath) -> dict[str, Any]:
-        """The entries that a merge key brings, of one map or several; the first win."""
+        """The entries that a merge key brings, of one map or several. The first win."""
         entries: dict[str, Any] = {}
         for one in node.value if isinstance(node, SequenceNode) else (node,):
             places = dict(self.places)
@@ -328,7 +328,7 @@ class _Reader:
         return entries
 
     def key_name(self, node: Any, path: KeyPath) -> str:
-        """The key's text; empty, with a problem reported, when it cannot be a key."""
+        """The key's text. Empty, with a problem reported, when it cannot be a key."""
         if not isinstance(node, ScalarNode):
             fix = "write a text key before the colon"
             self.report(path, node, "a list or map as a key", "text keys", fix)

@@ -14,7 +14,7 @@ _STEPS = "steps.jsonl"
 
 @dataclass(frozen=True)
 class Record:
-    """Loss and gradient norm of each step that was taken; equally long."""
+    """Loss and gradient norm of each step that was taken. Equally long."""
 
     loss: tuple[float, ...] = ()
     grad_norm: tuple[float, ...] = ()
@@ -26,7 +26,7 @@ def write_step(folder: Path, loss: float, grad_norm: float) -> None:
 
 
 def read_record(folder: Path) -> Record:
-    """The steps that were written to `folder`; empty if the layout did not get that far."""
+    """The steps that were written to `folder`. Empty if the layout did not get that far."""
     lines = jsonl.read(folder / _STEPS)
     return Record(
         tuple(float(line["loss"]) for line in lines),
@@ -73,7 +73,7 @@ class Comparison:
 
     verdict: Verdict
     max_rel_loss: float
-    """Largest relative difference of any step; infinite where a number is not finite."""
+    """Largest relative difference of any step. Infinite where a number is not finite."""
     max_rel_grad_norm: float
     first: Divergence | None = None
 
@@ -85,7 +85,7 @@ def tolerance(layout: Layout) -> Bounds:
 
 
 def compare(record: Record, reference: Record, bounds: Bounds) -> Comparison:
-    """Compare step by step, loss before gradient norm; both took the same steps."""
+    """Compare step by step, loss before gradient norm. Both took the same steps."""
     worst = {"loss": 0.0, "grad_norm": 0.0}
     first: Divergence | None = None
     for step in range(len(reference.loss)):
@@ -105,7 +105,7 @@ def compare(record: Record, reference: Record, bounds: Bounds) -> Comparison:
 
 
 def relative_difference(found: float, expected: float) -> float:
-    """|found - expected| / |expected|; infinite if that is not finite."""
+    """|found - expected| / |expected|. Infinite if that is not finite."""
     if found == expected:
         return 0.0
     if not (math.isfinite(found) and math.isfinite(expected)) or expected == 0.0:

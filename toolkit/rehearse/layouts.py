@@ -1,6 +1,6 @@
 """Which layouts are rehearsed: those that the engines offer, and the recipe's own.
 
-This module only lists candidates; the recipe's checks decide whether they are legal.
+This module only lists candidates. The recipe's checks decide whether they are legal.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class RehearsedLayout:
     parallel: ParallelSection
     """The complete `parallel` settings, without `auto`."""
     note: str = ""
-    """What was changed to make the recipe's own layout fit; empty if nothing."""
+    """What was changed to make the recipe's own layout fit. Empty if nothing."""
 
 
 def _offered() -> Iterator[tuple[Backend, Rehearsed]]:
@@ -59,7 +59,7 @@ def on_one_process() -> Iterator[RehearsedLayout]:
 
 
 def _section(pair: Pair, layout: Layout, zero: ZeroSection) -> ParallelSection:
-    """A layout as settings in which no `auto` is left; `zero` names files and folders."""
+    """A layout as settings in which no `auto` is left. `zero` names files and folders."""
     prefix = "parallel."
     stated = {
         key.removeprefix(prefix): value
@@ -97,7 +97,7 @@ def candidates(recipe: Recipe, plan: Plan, processes: int) -> list[RehearsedLayo
 
 
 def select(found: Sequence[RehearsedLayout], patterns: Sequence[str]) -> list[RehearsedLayout]:
-    """The layouts whose names match one of the glob `patterns`; all of them without patterns.
+    """The layouts whose names match one of the glob `patterns`. All of them without patterns.
 
     The first candidate also answers to OWN. Raises RecipeError naming all layouts when a
     pattern matches none.

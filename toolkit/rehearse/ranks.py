@@ -36,7 +36,7 @@ def launch_spec(
 
 
 def run_ranks(spec: LaunchSpec, limit_s: float) -> Failure | None:
-    """Start the ranks and wait until all have exited; None if all succeeded.
+    """Start the ranks and wait until all have exited. None if all succeeded.
 
     The first failure ends the others, and so does the time limit. Call it in the main thread.
     A stop signal also ends the ranks, and then raises KeyboardInterrupt.

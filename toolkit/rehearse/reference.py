@@ -38,7 +38,7 @@ from toolkit.run.directory import RunDirectory
 def plain_run(
     recipe: Recipe, batches: Sequence[MicroBatch] | None = None
 ) -> Iterator[tuple[float, float]]:
-    """Train the recipe's model; loss and gradient norm of each step.
+    """Train the recipe's model. Loss and gradient norm of each step.
 
     `batches`: see `small_run`.
     """
@@ -147,7 +147,7 @@ def _move_biases(
 
 def _optimizers(model: nn.Module, settings: OptimizerSection) -> list[torch.optim.Optimizer]:
     """The plain optimizers of `settings`, with weight decay for matrices but not for norms and
-    biases; every parameter has the multipliers of the first group of `optimizer.groups` that
+    biases. Every parameter has the multipliers of the first group of `optimizer.groups` that
     names it."""
     embeddings = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
     trained = []

@@ -47,7 +47,7 @@ class Options:
     worker: str = "toolkit.rehearse.worker"
     """Module that every rank of a layout runs, with the run directory as its argument."""
     gpu: str = "cpu"
-    """The layouts' device, by its name in the hardware catalogue; the reference runs on the
+    """The layouts' device, by its name in the hardware catalogue. The reference runs on the
     CPU."""
 
 
@@ -59,7 +59,7 @@ class LayoutResult:
     verdict: Verdict
     """A layout that failed has diverged."""
     why: str = ""
-    """The reason of the verdict, on one line; empty where everything is the same."""
+    """The reason of the verdict, on one line. Empty where everything is the same."""
     plan: Plan | None = None
     """None if the layout is not legal for this recipe."""
     record: Record = field(default_factory=Record)
@@ -74,7 +74,7 @@ class Rehearsal:
     """A recipe made small, and the layouts to try it in."""
 
     recipe: Recipe
-    """The small one; its `parallel` section is replaced by each layout's."""
+    """The small one. Its `parallel` section is replaced by each layout's."""
     plan: Plan
     """The plan of the recipe as it was written."""
     original: Recipe
@@ -110,7 +110,7 @@ def rehearse_recipe(
 ) -> RehearsalResult:
     """Train a small copy in every layout that this machine's CPUs can run, and compare.
 
-    `layouts`: names or globs, such as `zero*`; default: all. Raises as `prepare`, `select` and
+    `layouts`: names or globs, such as `zero*`. Default: all. Raises as `prepare`, `select` and
     `run` do.
     """
     options = Options(steps, processes, time_limit_s)

@@ -105,10 +105,10 @@ def shrink_recipe(recipe: Recipe, plan: Plan, steps: int, batch: int) -> Recipe:
 def alike(
     original: int, unit: int, full: int = 1, rehearsed: int = 1, *, least: int = 1
 ) -> int:
-    """The smallest size from `least` on that divides as `original` does; never larger.
+    """The smallest size from `least` on that divides as `original` does. Never larger.
 
     `full`: a degree of the recipe's layout, which is `rehearsed` here. The remainder by `unit`
-    and by `rehearsed` is that of `original`; where `full` does not divide `original`,
+    and by `rehearsed` is that of `original`. Where `full` does not divide `original`,
     `rehearsed` does not divide the result.
     """
     period = lcm(unit, rehearsed)
@@ -172,7 +172,7 @@ def shrink_sequence(length: int, layout: Layout = PLAIN) -> int:
 def shrink_window(config: dict[str, Any], long: int, short: int) -> dict[str, Any]:
     """The config with a sliding window that hides as much of `short` as it hid of `long`.
 
-    A window that reaches over the whole sequence is left alone; chunks and the steps of the
+    A window that reaches over the whole sequence is left alone. Chunks and the steps of the
     attention's temperature are windows in this.
     """
     sizes = {name: read(config).config[name] for name in _WINDOWS}
@@ -194,7 +194,7 @@ def shrink_freeze(patterns: tuple[str, ...], config: Mapping[str, Any]) -> tuple
 
 
 def _attention(settings: Config, tensor: tuple[int, int]) -> dict[str, Any]:
-    """Heads, groups and hidden size; the ratios between them are kept."""
+    """Heads, groups and hidden size. The ratios between them are kept."""
     heads, stated_groups = settings["num_attention_heads"], settings["num_key_value_heads"]
     groups = heads if stated_groups is None else stated_groups
     small_groups = alike(groups, _PAIR, *tensor)
@@ -216,7 +216,7 @@ def _attention(settings: Config, tensor: tuple[int, int]) -> dict[str, Any]:
 
 
 def _head_dim(settings: Config, head_dim: int) -> int:
-    """8, or 9 if it is odd; more if only a share of it is rotated."""
+    """8, or 9 if it is odd. More if only a share of it is rotated."""
     share = _share(settings)
     turned = {size: int(size * share) for size in (8, 16, 32, 64, head_dim)}
     whole_pairs = next(size for size, n in turned.items() if n >= 2 and n % 2 == 0)
@@ -304,7 +304,7 @@ def _layer_lists(settings: Config, layers: int) -> dict[str, Any]:
 
 
 def _token_ids(config: Mapping[str, Any], settings: Config, vocabulary: int) -> dict[str, Any]:
-    """Special tokens moved into the vocabulary; only those that the config states."""
+    """Special tokens moved into the vocabulary. Only those that the config states."""
     ids: dict[str, Any] = {}
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         padding = name == "pad_token_id"  # whose default has to be in the vocabulary too

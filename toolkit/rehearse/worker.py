@@ -58,14 +58,14 @@ def small_run(
 
 
 def train(assignment: Assignment, ranks: Ranks) -> None:
-    """Train one layout; rank 0 records each step in the run directory."""
+    """Train one layout. Rank 0 records each step in the run directory."""
     for result in small_run(assignment, ranks):
         if ranks.rank == 0:
             write_step(assignment.run_dir, result.loss, result.grad_norm)
 
 
 def main(train: Callable[[Assignment, Ranks], None] = train) -> None:
-    """Run one rank; a failure's last line on standard error says what it was."""
+    """Run one rank. A failure's last line on standard error says what it was."""
     warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         ranks = join()

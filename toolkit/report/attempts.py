@@ -9,7 +9,7 @@ from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
 
 Event = Mapping[str, Any]
 _MOST = 1e15
-"""Larger numbers of steps or seconds are damage; floats count exactly up to there."""
+"""Larger numbers of steps or seconds are damage. Floats count exactly up to there."""
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Attempt:
 
     @property
     def started(self) -> float | None:
-        """When its training loop began; None when it never did."""
+        """When its training loop began. None when it never did."""
         return next((time_of(event) for event in self.of("start")), None)
 
     @property
@@ -74,7 +74,7 @@ class Attempt:
 
 
 def attempts(events: Sequence[Event]) -> list[Attempt]:
-    """The starts of a run, in the order of the file; events without a time are left out.
+    """The starts of a run, in the order of the file. Events without a time are left out.
 
     A start begins with `launch`, with a `restart` of the launcher, or, under another launcher,
     with the `start` of a training loop.
@@ -120,7 +120,7 @@ def of_plan(plan: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def amount(event: Event, name: str) -> float | None:
-    """A field that counts or measures; None when it is missing, negative or beyond measure."""
+    """A field that counts or measures. None when it is missing, negative or beyond measure."""
     value = number(event, name)
     return value if value is not None and 0 <= value < _MOST else None
 

@@ -30,7 +30,7 @@ _DEEPEST = 5
 
 @dataclass
 class RunRecord:
-    """What one run directory holds; mappings are empty where their file cannot be read."""
+    """What one run directory holds. Mappings are empty where their file cannot be read."""
 
     run: RunDirectory
     events: Sequence[Event] = ()
@@ -146,7 +146,7 @@ def _why(error: Exception) -> str:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Run directories in `folder`, the one written to last first; raises DataError without any.
+    """Run directories in `folder`, the one written to last first. Raises DataError without any.
 
     Links are not followed, and a run directory is not searched for others.
     """

@@ -19,7 +19,7 @@ RunState = Literal["running", "stopped", "failed", "done"]
 
 @dataclass(frozen=True)
 class Ending:
-    """How the last start ended; `running` where no end is recorded."""
+    """How the last start ended. `running` where no end is recorded."""
 
     state: RunState
     exit_code: int | None = None
@@ -52,7 +52,7 @@ class Saves:
     count: int
     last_step: int | None
     stall_s: float | None
-    """Mean stall of training; None without a checkpoint."""
+    """Mean stall of training. None without a checkpoint."""
     commit_s: float | None
     """Mean time until one was committed."""
 
@@ -73,7 +73,7 @@ class Summary:
 
     steps: int
     tokens: int | None
-    """Unmasked tokens consumed up to the last logged step; None before one is logged."""
+    """Unmasked tokens consumed up to the last logged step. None before one is logged."""
     losses: tuple[Loss, Loss] | None
     """The first and the last logged loss."""
     validation: Loss | None
@@ -85,7 +85,7 @@ class Summary:
     """Restarts by another tool's launcher, which takes exit code 75 for a failure."""
     saves: Saves
     data_wait_share: float | None
-    """Share of the time of all logged steps that rank 0 waited for micro batches, 0 … 1; None
+    """Share of the time of all logged steps that rank 0 waited for micro batches, 0 … 1. None
     before a step is logged."""
     prediction: Mapping[str, Any] | None
     """The last `prediction` event."""
@@ -124,7 +124,7 @@ class Summary:
 
 
 def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
-    """Read a run's events and metrics; what is missing is left out."""
+    """Read a run's events and metrics. What is missing is left out."""
     found = attempts(events)
     losses = [loss for line in metrics if (loss := _loss(line)) is not None]
     validations = [loss for event in _all(found, "evaluation") if (loss := _loss(event))]

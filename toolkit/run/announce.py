@@ -45,7 +45,7 @@ def show_run_directory(run: RunDirectory) -> None:
 
 
 def show_results(run: RunDirectory, offset: int, *, done: bool) -> None:
-    """What this start measured next to the plan's prediction; for a run that is `done`, where
+    """What this start measured next to the plan's prediction. For a run that is `done`, where
     everything is. `offset` in events.jsonl is where this start began."""
     for event in read_events(run.events, offset):
         if event.get("kind") == "prediction":

@@ -53,7 +53,7 @@ class Assignment:
     recipe: Recipe
     plan: Plan
     engine_config: dict[str, Any]
-    """The backend's rendered configuration; empty for an engine without one."""
+    """The backend's rendered configuration. Empty for an engine without one."""
     run_dir: Path
     prediction: Prediction
     """The plan's prediction, which is compared at the end of the run."""
@@ -85,7 +85,7 @@ def decide(
     download: bool = True,
     explained: bool = True,
 ) -> Assignment:
-    """Plan a recipe and render its backend's configuration; writes nothing.
+    """Plan a recipe and render its backend's configuration. Writes nothing.
 
     With a `cluster`, the recipe runs there instead of on its own. Without `download`, no
     commit of a data set is looked up. `explained`: see `plan_of`.
@@ -257,7 +257,7 @@ def check_local_files(
 
 
 def elastic_restarts() -> int:
-    """How often torchrun's agents or Ray have restarted these ranks; 0 under others."""
+    """How often torchrun's agents or Ray have restarted these ranks. 0 under others."""
     counted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     return max(counted, int(os.environ.get(MEETING, 0)))
 

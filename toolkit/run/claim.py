@@ -48,7 +48,7 @@ def claimed(run: RunDirectory) -> Iterator[None]:
 
 
 def _lock(run: RunDirectory) -> int:
-    """The descriptor that holds the lock; the file names this process."""
+    """The descriptor that holds the lock. The file names this process."""
     try:
         descriptor = os.open(run.lock, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
@@ -65,8 +65,8 @@ def _lock(run: RunDirectory) -> int:
 
 
 def refuse_if_claimed(run: RunDirectory, patience_s: float = 0) -> None:
-    """Raise DirectoryInUse when a run still holds the directory after `patience_s` seconds;
-    writes nothing."""
+    """Raise DirectoryInUse when a run still holds the directory after `patience_s` seconds.
+    Writes nothing."""
     try:
         descriptor = os.open(run.lock, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def refuse_if_claimed(run: RunDirectory, patience_s: float = 0) -> None:
 
 
 def _locked(descriptor: int, kind: int, *, warn: bool = False) -> bool:
-    """Try to lock, without waiting; also true where there are no locks."""
+    """Try to lock, without waiting. Also true where there are no locks."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -23,7 +23,7 @@ class Prediction:
     basis: Basis
     """The basis of the step time."""
     reserved_gib: Amount | None = None
-    """Peak of what the allocator takes from the device; None in a plan of an older release."""
+    """Peak of what the allocator takes from the device. None in a plan of an older release."""
     outside_gib: Amount | None = None
     """Memory of the device outside of the allocator: CUDA's context and NCCL's buffers."""
 
@@ -37,7 +37,7 @@ class RunMeasurement:
     steps: int
     """How many that are."""
     memory_gib: Amount | None
-    """Peak of the allocator on the fullest device; None on CPU, where it is not measured."""
+    """Peak of the allocator on the fullest device. None on CPU, where it is not measured."""
     process_gib: Amount | None
     """On CPU: peak of the largest process as a whole, Python and its libraries included."""
     reserved_gib: Amount | None = None
@@ -79,7 +79,7 @@ def summary_numbers(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Rows of (quantity, text) for people; none of an event that does not have both sides."""
+    """Rows of (quantity, text) for people. None of an event that does not have both sides."""
     try:
         predicted = TypeAdapter(Prediction).validate_python(event.get("predicted"))
         measured = TypeAdapter(RunMeasurement).validate_python(event.get("measured"))

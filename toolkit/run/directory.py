@@ -37,7 +37,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Typed paths of a run directory; `create` fills it, workers only read it."""
+    """Typed paths of a run directory. `create` fills it, workers only read it."""
 
     path: Path
 
@@ -48,7 +48,7 @@ class RunDirectory:
     command = _Inside("command.txt")
     """The command of each start, quoted for a shell, one per line."""
     lock = _Inside("lock")
-    """Locked by rank 0 while the run lasts; names its holder."""
+    """Locked by rank 0 while the run lasts. Names its holder."""
     environment = _Inside("environment.json")
     """Versions of what the last start ran with."""
     metrics = _Inside("metrics.jsonl")
@@ -70,7 +70,7 @@ class RunDirectory:
         return self.path / f"{engine}.json"
 
     def tracker_state(self, tracker: str) -> Path:
-        """The run's id at a tracker and what was posted; outside its folder, whose removal it
+        """The run's id at a tracker and what was posted. Outside its folder, whose removal it
         survives."""
         return self.path / f"{tracker}.json"
 
@@ -86,7 +86,7 @@ class RunDirectory:
         command: Sequence[str],
         engine_config: Mapping[str, Any],
     ) -> "RunDirectory":
-        """Write recipe, plan and configuration; continue in the directory of the same run.
+        """Write recipe, plan and configuration. Continue in the directory of the same run.
 
         Every file is replaced in one step and holds no secret: texts go through
         redaction first. Raises RecipeError when `path` cannot be a directory, or when it

@@ -63,7 +63,7 @@ class Hang:
 
 
 def hangs_after(run_dir: Path, offset: int) -> list[dict[str, Any]]:
-    """The `hang` events of a start; `offset`: see `events_offset`."""
+    """The `hang` events of a start. `offset`: see `events_offset`."""
     events = read_events(RunDirectory(run_dir).events, offset)
     return [event for event in events if event.get("kind") == "hang"]
 

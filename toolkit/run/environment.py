@@ -47,7 +47,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Return git's answer about the working directory; None outside a repository."""
+    """Return git's answer about the working directory. None outside a repository."""
     try:
         answer = subprocess.run(
             ["git", *arguments], capture_output=True, text=True, timeout=5, check=False

@@ -78,7 +78,7 @@ class EventLog:
 
     def write(self, kind: EventKind, **fields: Any) -> None:
         """Append the event with the present time (UTC, ISO 8601), unless `time` is given in
-        seconds since 1970; texts are redacted. Raises nothing on a full disk: an event
+        seconds since 1970. Texts are redacted. Raises nothing on a full disk: an event
         must not end a run, nor hide the error that it is about."""
         at = datetime.fromtimestamp(fields.pop("time", time.time()), UTC)
         stamp = at.isoformat(timespec="milliseconds")
@@ -91,12 +91,12 @@ _SIDES = ("predicted", "measured", "measured_over_predicted")
 
 
 def read_events(path: Path, offset: int = 0) -> list[dict[str, Any]]:
-    """The events from byte `offset` on; what is none is left out, as by every reader."""
+    """The events from byte `offset` on. What is none is left out, as by every reader."""
     return [event for line in jsonl.read(path, offset) if (event := valid_event(line))]
 
 
 def valid_event(line: dict[str, Any]) -> dict[str, Any] | None:
-    """The event of a line of events.jsonl; None for another line."""
+    """The event of a line of events.jsonl. None for another line."""
     whole = all(isinstance(line.get(key), int | None) for key in _WHOLE)
     sides = all(isinstance(line.get(key, {}), dict) for key in _SIDES)
     return line if whole and sides and isinstance(line.get("kind"), str) else None

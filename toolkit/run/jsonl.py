@@ -57,7 +57,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
     """Append one line with a single write, so that writers do not cut each other's lines.
 
     A last line that a kill cut is ended first, never removed: another process may write it.
-    Raises OSError when the disk is full; nothing of the line is left then.
+    Raises OSError when the disk is full. Nothing of the line is left then.
     """
     text = json.dumps(plain(record), allow_nan=False, ensure_ascii=False) + "\n"
     line = text.encode(errors="backslashreplace")  # names of files that are not UTF-8
@@ -90,7 +90,7 @@ def append_where_room(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: Path, offset: int = 0) -> list[dict[str, Any]]:
-    """Return the complete objects from byte `offset` on; none when there is no file. Raises
+    """Return the complete objects from byte `offset` on. None when there is no file. Raises
     OSError for what is not a regular file."""
     if not path.exists():
         return []
@@ -98,7 +98,7 @@ def read(path: Path, offset: int = 0) -> list[dict[str, Any]]:
 
 
 def parse(data: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the object of every complete line; partial or invalid lines are skipped."""
+    """Yield the object of every complete line. Partial or invalid lines are skipped."""
     for line in data.split(b"\n"):
         try:
             record = parse_json(line)
@@ -109,7 +109,7 @@ def parse(data: bytes) -> Iterator[dict[str, Any]]:
 
 
 def drop_later_steps(path: Path, step: int) -> list[dict[str, Any]]:
-    """Remove the lines of steps after `step`, and partial ones; return the lines of these
+    """Remove the lines of steps after `step`, and partial ones. Return the lines of these
     steps."""
     if not path.exists():
         return []

@@ -17,7 +17,7 @@ class Metrics:
     step: int
     """Optimizer steps done, counting this one: the first step's line says 1."""
     loss: float
-    """Loss of the global batch, as the objective defines it; `pretrain`: mean cross entropy
+    """Loss of the global batch, as the objective defines it. `pretrain`: mean cross entropy
     (nats) over its unmasked tokens."""
     grad_norm: float
     """Global L2 norm of the gradients before clipping."""
@@ -30,19 +30,19 @@ class Metrics:
     step_time_s: float
     """Mean seconds per step since the last line."""
     data_wait_s: float
-    """Mean seconds per step since the last line in which rank 0 waited for micro batches; part
+    """Mean seconds per step since the last line in which rank 0 waited for micro batches. Part
     of `step_time_s`."""
     mfu: float | None
-    """Model FLOPs utilisation, 0 … 1; null when the device's peak is unknown."""
+    """Model FLOPs utilisation, 0 … 1. Null when the device's peak is unknown."""
     consumed_samples: int
     """Sequences consumed since step 0: the data cursor."""
     consumed_tokens: int | None
-    """Sum of `tokens` over every step since step 0, logged or not, skipped or not; the same in
+    """Sum of `tokens` over every step since step 0, logged or not, skipped or not. The same in
     every layout. Null in a run that continues from a checkpoint that does not state it."""
     skipped: bool
-    """True when the update was skipped; events.jsonl says why."""
+    """True when the update was skipped. events.jsonl says why."""
     memory_gib: float | None
-    """Peak device memory of the fullest rank; null on CPU."""
+    """Peak device memory of the fullest rank. Null on CPU."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """The objective's metrics, written next to the others under their own names."""
 
@@ -77,7 +77,7 @@ class MetricsLog:
         return cls(path)
 
     def write(self, metrics: Metrics) -> None:
-        """Append one line; it is in the file when this returns, if there was room for it."""
+        """Append one line. It is in the file when this returns, if there was room for it."""
         jsonl.append_where_room(self.path, metrics.record())
 
 
@@ -89,7 +89,7 @@ def mfu(
 ) -> float | None:
     """Return model FLOPs utilisation: needed FLOPs per second over peak FLOPs per second.
 
-    `flops_per_token` counts forward and backward once, recompute not; `tokens_per_s` is
+    `flops_per_token` counts forward and backward once, recompute not. `tokens_per_s` is
     the sum over all `world` devices. Source: arXiv:2204.02311 (PaLM), appendix B. None
     when the device's peak is unknown, as it is for CPUs.
     """

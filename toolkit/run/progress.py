@@ -18,7 +18,7 @@ _SHOWN_WAIT = 0.01
 
 
 class ProgressReport:
-    """Rank 0's view of the run on standard error; a context manager.
+    """Rank 0's view of the run on standard error. A context manager.
 
     `advance` belongs in every step, `logged` after every line of metrics.jsonl.
     """

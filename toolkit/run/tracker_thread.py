@@ -50,16 +50,16 @@ _LONGEST_PARAMETER = 500
 
 @dataclass
 class Posted:
-    """What a tracker has of this run; kept in RUN/TRACKER.json."""
+    """What a tracker has of this run. Kept in RUN/TRACKER.json."""
 
     run_id: str
-    """The run's id at the tracker, the same in every start; empty where it chooses one."""
+    """The run's id at the tracker, the same in every start. Empty where it chooses one."""
     names: dict[str, int] = field(default_factory=dict)
     """The last posted step of every name: none is posted twice."""
 
     @classmethod
     def load(cls, path: Path) -> "Posted | None":
-        """Read the state of an earlier start of this run; None if there is none."""
+        """Read the state of an earlier start of this run. None if there is none."""
         try:
             return TypeAdapter(cls).validate_python(read_json(path))
         except (OSError, ValueError):
@@ -84,7 +84,7 @@ class TrackerRun:
     finish: Callable[[int], object]
     """Flush what it holds. Takes the run's exit code."""
     stores_at_once: bool = False
-    """Whether a row is stored when `log` returns; otherwise it is within `_POLL_S`."""
+    """Whether a row is stored when `log` returns. Otherwise it is within `_POLL_S`."""
     adds_to_rows: bool = True
     """Whether it takes more numbers of a step later, also in another start."""
 
@@ -95,7 +95,7 @@ class Trackers:
     def __init__(
         self, run: RunDirectory, run_name: str, logging: LoggingSection, events: EventLog
     ) -> None:
-        """Start a thread for each; call this behind MetricsLog.resume."""
+        """Start a thread for each. Call this behind MetricsLog.resume."""
         self._posters = [
             Poster(run, name, redact(run_name), logging.project, events)
             for name in wanted(logging)
@@ -104,7 +104,7 @@ class Trackers:
             poster.start()
 
     def finish(self, timeout_s: float) -> None:
-        """Let all post the remaining values at the same time, at most that long; call this
+        """Let all post the remaining values at the same time, at most that long. Call this
         behind the `end` event."""
         until = time.monotonic() + timeout_s
         for poster in self._posters:
@@ -116,7 +116,7 @@ class Trackers:
 
 
 class Poster(threading.Thread):
-    """Posts the lines of one run to one tracker; reports, once, why it cannot."""
+    """Posts the lines of one run to one tracker. Reports, once, why it cannot."""
 
     def __init__(
         self, run: RunDirectory, tracker: str, run_name: str, project: str, events: EventLog
@@ -222,7 +222,7 @@ class _Rows:
 
 
 def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a line by their names at a tracker, NaN and infinity included; none for an
+    """The numbers of a line by their names at a tracker, NaN and infinity included. None for an
     event that is not posted."""
     kind = line.get("kind")
     prefix = f"{kind}/" if kind in _POSTED_EVENTS else ""
@@ -239,7 +239,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _exit_code(events: Path) -> int:
-    """How the run ended; other trackers may have written warnings since."""
+    """How the run ended. Other trackers may have written warnings since."""
     lives = [event for event in read_events(events) if event["kind"] in ("start", "end")]
     if lives and lives[-1]["kind"] == "end":
         return int(lives[-1].get("exit_code") or 0)

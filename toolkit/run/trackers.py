@@ -63,7 +63,7 @@ def wanted(logging: LoggingSection) -> Iterator[str]:
 
 
 def trackers_line(logging: LoggingSection) -> str:
-    """The trackers of a run in its announcement; empty without any."""
+    """The trackers of a run in its announcement. Empty without any."""
     mode = {"wandb": f" ({wandb_mode()})"}
     titles = [TRACKERS[name].title + mode.get(name, "") for name in wanted(logging)]
     return f"logging to {', '.join(titles)}, project {logging.project}" if titles else ""

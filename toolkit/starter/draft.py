@@ -43,7 +43,7 @@ _SIZES = (
 
 
 def draft(model: str, cluster: Cluster, task: Task) -> Recipe:
-    """The recipe of `model` for `cluster`; its layout is for the planner.
+    """The recipe of `model` for `cluster`. Its layout is for the planner.
 
     `model`: the name or hub id of a shipped size, a local folder or a hub id. Raises PlanError
     when it is none of these.

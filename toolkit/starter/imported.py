@@ -267,7 +267,7 @@ def _clean_name(found: Found) -> None:
 
 
 def _problem(found: Found) -> str:
-    """Why it cannot be checked or planned as it is; empty where it can."""
+    """Why it cannot be checked or planned as it is. Empty where it can."""
     try:
         plan_recipe(judged(Stated(_nested(found), {(): Location("", 0)})), explained=False)
     except DmtError as error:

@@ -27,7 +27,7 @@ _DEGREES = tuple(
 def starter(
     model: str, cluster: Cluster, given: str, task: Task, data: Path | None = None
 ) -> str:
-    """The YAML of a recipe for `model` on `cluster`, which the user called `given`; `data`: a
+    """The YAML of a recipe for `model` on `cluster`, which the user called `given`. `data`: a
     file to train on.
 
     It is checked and planned before it is returned. Raises PlanError or RecipeError where that

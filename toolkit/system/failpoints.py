@@ -33,7 +33,7 @@ class _Fault:
 
 
 def failpoint(name: str) -> None:
-    """Do what the environment asks for at the point `name`; usually nothing."""
+    """Do what the environment asks for at the point `name`. Usually nothing."""
     for fault in _faults().get(name, ()):
         if fault.rank not in (None, os.environ.get("RANK", "0")):
             continue

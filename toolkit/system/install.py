@@ -17,7 +17,7 @@ import toolkit
 from toolkit.errors import BackendUnavailable
 
 NAME = "dmt-train"
-"""Name of the distribution; the command is `dmt`, the package `toolkit`."""
+"""Name of the distribution. The command is `dmt`, the package `toolkit`."""
 _CHECKOUT = Path(toolkit.__file__).parents[1]
 
 

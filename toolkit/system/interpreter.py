@@ -45,7 +45,7 @@ SAFE = ("-P",)
 def importing() -> Iterator[None]:
     """Import large libraries without looking for garbage among their thousands of classes.
 
-    A fifth of what a rank's imports take; later collections skip what is imported here, too.
+    A fifth of what a rank's imports take. Later collections skip what is imported here, too.
     """
     gc.disable()
     try:

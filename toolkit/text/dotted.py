@@ -22,7 +22,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get(values: Any, key: str) -> Any:
-    """The value at a dotted name; None where it or a section above it is missing."""
+    """The value at a dotted name. None where it or a section above it is missing."""
     for name in key.split("."):
         values = values.get(name) if isinstance(values, Mapping) else None
     return values

@@ -1,6 +1,6 @@
 """Keep credentials out of recipes, error texts and everything that a run writes.
 
-`looks_secret` decides whether a setting holds a secret; `redact` and `Redactor` mask every
+`looks_secret` decides whether a setting holds a secret. `redact` and `Redactor` mask every
 secret in a text.
 """
 
@@ -101,7 +101,7 @@ def secret_variable(name: str) -> bool:
 def looks_secret(key: str, value: object) -> bool:
     """Is `value`, stated under the dotted `key`, a credential that must not be written?
 
-    See `Redactor.looks_secret`; this takes the secrets of the current environment.
+    See `Redactor.looks_secret`. This takes the secrets of the current environment.
     """
     return redactor().looks_secret(key, value)
 
@@ -130,7 +130,7 @@ def redactor() -> "Redactor":
 
 
 class Redactor:
-    """Masks the secrets of one environment; build once, use for every text."""
+    """Masks the secrets of one environment. Build once, use for every text."""
 
     def __init__(self, secrets: frozenset[str]) -> None:
         self._secrets = secrets

@@ -8,7 +8,7 @@ _LONGEST = 80
 
 
 def closest(word: object, words: Iterable[str], cutoff: float = 0.6) -> str:
-    """The most similar of `words`; empty when none is, or `word` is no text."""
+    """The most similar of `words`. Empty when none is, or `word` is no text."""
     if not isinstance(word, str):
         return ""
     return next(iter(get_close_matches(word[:_LONGEST], list(words), 1, cutoff)), "")
@@ -17,6 +17,6 @@ def closest(word: object, words: Iterable[str], cutoff: float = 0.6) -> str:
 def did_you_mean(
     word: object, words: Iterable[str], otherwise: str = "", cutoff: float = 0.6
 ) -> str:
-    """The fix for a misspelt word; `otherwise` when nothing similar is known."""
+    """The fix for a misspelt word. `otherwise` when nothing similar is known."""
     close = closest(word, words, cutoff)
     return f"did you mean `{close}`?" if close else otherwise

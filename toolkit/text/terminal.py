@@ -38,7 +38,7 @@ class LossyStream:
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
         self.problem: str | None = None
-        """The first failure; None until there is one."""
+        """The first failure. None until there is one."""
 
     def write(self, text: str) -> int:
         try:

@@ -17,7 +17,7 @@ PREPARATION_TIMEOUT = timedelta(days=1)
 
 
 class PeerFailed(DmtError):
-    """Another rank failed and has already reported its error; this one only exits."""
+    """Another rank failed and has already reported its error. This one only exits."""
 
     exit_code = EXIT_FAILED
 

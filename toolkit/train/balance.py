@@ -35,7 +35,7 @@ LEAST_GAIN = 1.05
 SLOW = 1.25
 """A straggler takes this many times as long as the others."""
 AHEAD = 2
-"""Steps whose micro batches may be built already; see `Prefetch`."""
+"""Steps whose micro batches may be built already. See `Prefetch`."""
 _ROWS = 1024
 
 

@@ -86,7 +86,7 @@ class RunCheckpoints:
         self.saved_at = 0
         """Step of the last save that was started, or of the checkpoint that was loaded."""
         self.load_s: float | None = None
-        """Seconds that loading took; None if nothing was loaded."""
+        """Seconds that loading took. None if nothing was loaded."""
         self._stall_s = 0.0
         self._found: ResumePoint | None = None
         self._saved: SavedState | None = None
@@ -159,7 +159,7 @@ class RunCheckpoints:
         self, config: PretrainedConfig, marks: Marks, *, first: bool = False
     ) -> WeightSource:
         """The weights that the model is built with: those of the checkpoint that was found,
-        otherwise the recipe's initial weights; with adapters, always the latter. `first`: the
+        otherwise the recipe's initial weights. With adapters, always the latter. `first`: the
         run's initial weights.
 
         Raises CheckpointError if a checkpoint's adapters were trained on other weights.
@@ -180,7 +180,7 @@ class RunCheckpoints:
         return AdaptedWeights(base, own)
 
     def _start(self, config: PretrainedConfig, marks: Marks) -> WeightSource | None:
-        """The weights of another run that the recipe starts from; None without one."""
+        """The weights of another run that the recipe starts from. None without one."""
         start = self.assignment.recipe.model.checkpoint
         if start is None:
             return None
@@ -314,11 +314,11 @@ class RunCheckpoints:
             )
 
     def close(self) -> None:
-        """Close the saver; no save is in flight."""
+        """Close the saver. No save is in flight."""
         self.saver.close()
 
     def tell(self, *, wait: bool = False) -> SaveOutcome | None:
-        """Report a finished save, once; called after every step, does not block."""
+        """Report a finished save, once. Called after every step, does not block."""
         saved = self.saver.finished(wait=wait)
         if saved is None or not self.leader:
             return saved
@@ -366,7 +366,7 @@ class RunCheckpoints:
 
 
 def _shape_problems(saved: _Shapes, wanted: _Shapes) -> Iterator[str]:
-    """How the tensors of a checkpoint differ from those of a model; empty when they agree."""
+    """How the tensors of a checkpoint differ from those of a model. Empty when they agree."""
     both = saved.keys() & wanted.keys()
     other = sorted(name for name in both if saved[name] != stored_shape(wanted[name]))
     if other:

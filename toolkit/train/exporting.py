@@ -61,12 +61,12 @@ def add_turn_ends(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def _files_of(folder: Path) -> dict[str, int]:
-    """Name and bytes of every file; empty without the folder."""
+    """Name and bytes of every file. Empty without the folder."""
     return {path.name: path.stat().st_size for path in folder.glob("*") if path.is_file()}
 
 
 def _recorded(run: RunDirectory, step: int) -> dict[str, int]:
-    """The files of the last export, if it was of `step`; otherwise none."""
+    """The files of the last export, if it was of `step`. Otherwise none."""
     exports = [event for event in read_events(run.events) if event.get("kind") == "export"]
     files = exports[-1].get("files") if exports and exports[-1].get("step") == step else None
     return files if isinstance(files, dict) else {}

@@ -20,7 +20,7 @@ _FIX = (
 
 
 def out_of_memory(error: Exception, doing: str, *, retry: bool) -> RunFailed | None:
-    """`error` as one that states what the rank was doing and what held the memory; None if
+    """`error` as one that states what the rank was doing and what held the memory. None if
     memory did not run out. `retry`: whether another start may get further."""
     if not _OUT_OF_MEMORY.search(str(error)):
         return None
@@ -45,7 +45,7 @@ def _held() -> str:
 
 
 def peak_memory_gib(device: torch.device) -> float | None:
-    """Peak allocated device memory of the fullest rank, in GiB; None on CPU. Collective."""
+    """Peak allocated device memory of the fullest rank, in GiB. None on CPU. Collective."""
     if device.type != "cuda":
         return None
     return _most(device, torch.cuda.max_memory_allocated(device) / GIB)[0]
@@ -65,7 +65,7 @@ def beyond_allocated(device: torch.device) -> dict[str, Any]:
 
 
 def peak_process_gib(device: torch.device) -> float | None:
-    """Peak resident memory of the largest process, in GiB; None on a GPU. Collective."""
+    """Peak resident memory of the largest process, in GiB. None on a GPU. Collective."""
     if device.type != "cpu":
         return None
     return _most(device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB)[0]

@@ -63,8 +63,8 @@ class TrainingRun:
         steps: int,
         balancer: Balancer | None = None,
     ) -> None:
-        """`validation`: this rank's validation batches by the title of their source; `reporter`
-        is None on every rank but 0; `steps` are those of the whole run."""
+        """`validation`: this rank's validation batches by the title of their source. `reporter`
+        is None on every rank but 0. `steps` are those of the whole run."""
         self.start, self.engine, self.batches, self.seed = start, engine, batches, seed
         self.validation, self.checkpoints = validation, checkpoints
         self.reporter, self.steps, self.balancer = reporter, steps, balancer
@@ -168,7 +168,7 @@ class TrainingRun:
         return self.progress.step >= self.steps or ends
 
     def _micro_batches(self, step: int, consumed_samples: int) -> list[MicroBatch]:
-        """This rank's part of the global batch of `step`; empty after the last step."""
+        """This rank's part of the global batch of `step`. Empty after the last step."""
         if step >= self.steps:
             return []
         layout, rank = self.start.split.at(step), self.start.ranks.rank
@@ -182,7 +182,7 @@ class TrainingRun:
         return sum(batch.tokens for batch in batches), counted
 
     def log(self, report: StepReport) -> None:
-        """Advance the bar; log (always the first step) and compare replicas when due. Raises
+        """Advance the bar. Log (always the first step) and compare replicas when due. Raises
         RunFailed when replicas differ."""
         step, reporter = self.progress.step, self.reporter
         self.marks.begin(f"logging step {step}", step=step)
@@ -237,7 +237,7 @@ class TrainingRun:
         )
 
     def save(self, *, stopping: bool) -> None:
-        """Start saving when due; when stopping, wait for it.
+        """Start saving when due. When stopping, wait for it.
 
         A save that is due while steps are skipped is postponed to the next update: saves
         without new weights would evict good checkpoints, and reset the restart count of a run

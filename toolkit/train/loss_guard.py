@@ -25,7 +25,7 @@ class StepGuard:
     def __init__(self, section: GuardSection) -> None:
         self.section = section
         self._skips: list[str] = []
-        """Why each of the last steps was skipped; empty after one that was not."""
+        """Why each of the last steps was skipped. Empty after one that was not."""
 
     def max_loss(self, recent_losses: Sequence[float]) -> float:
         """Loss (nats) above which a step is a spike, after steps of `recent_losses`.

@@ -119,7 +119,7 @@ class OuterEngine:
         return getattr(self._engine, name)
 
     def _meet(self, lighthouse: str) -> Any:
-        """torchft's manager of this rank; rank 0's also speaks for the replica."""
+        """torchft's manager of this rank. Rank 0's also speaks for the replica."""
         torchft = optional("torchft", "outer", "parallel.outer: torchft", ", or remove it")
         # A lost replica is an event, no traceback.
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
@@ -202,7 +202,7 @@ class OuterEngine:
         self._step, self._healed = given["step"], True
 
     def join(self) -> None:
-        """Meet the other replicas; after `load`, if the run resumes.
+        """Meet the other replicas. After `load`, if the run resumes.
 
         A replica that is behind takes their anchor and step. One that had stopped before an
         exchange does it now.
@@ -240,13 +240,13 @@ class OuterEngine:
         return self._step * _HASHES + int(found) % _HASHES
 
     def _owes(self) -> bool:
-        """Whether weights of any rank differ from the anchor; collective."""
+        """Whether weights of any rank differ from the anchor. Collective."""
         pairs = zip(self._shards(), self._anchors, strict=True)
         differ = any(not torch.equal(one.get("weight").cpu(), anchor) for one, anchor in pairs)
         return bool(self._most([differ])[0])
 
     def _most(self, flags: Sequence[bool]) -> list[int]:
-        """Which flags are set on any rank of this replica; collective."""
+        """Which flags are set on any rank of this replica. Collective."""
         found = torch.tensor(flags, dtype=torch.int32)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=self._start.together.group)
         return found.tolist()

@@ -14,7 +14,7 @@ _Batches = list[MicroBatch]
 
 
 class Prefetch:
-    """This rank's micro batches, step by step; a context manager.
+    """This rank's micro batches, step by step. A context manager.
 
     With a GPU, a thread builds them during the previous step, in pinned memory, from which they
     are copied to the device asynchronously. Without one they are built when they are taken: the
@@ -23,7 +23,7 @@ class Prefetch:
     """
 
     def __init__(self, build: Callable[[int], _Batches], step: int) -> None:
-        """`build` gives the micro batches of a step; `step` is the first that is taken."""
+        """`build` gives the micro batches of a step. `step` is the first that is taken."""
         self._build = build
         self._step = step
         self._thread: ThreadPoolExecutor | None = None

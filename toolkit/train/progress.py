@@ -19,7 +19,7 @@ class Progress:
     recent_losses: tuple[float, ...] = ()
     """Losses of the last steps that were not skipped, for spike detection."""
     consumed_tokens: int | None = 0
-    """Unmasked tokens of `consumed_samples`; None if an older checkpoint did not count them."""
+    """Unmasked tokens of `consumed_samples`. None if an older checkpoint did not count them."""
     validation: ValidationHistory = field(default_factory=ValidationHistory)
     """State of the validations done, as far as steps to come depend on them."""
 

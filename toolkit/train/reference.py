@@ -41,7 +41,7 @@ from toolkit.train.all_ranks import AllRanks
 from toolkit.train.watchdog import Marks
 
 Values = npt.NDArray[np.float32]
-"""[samples, rows per sample]: log p of a row's trained tokens; NaN: not computed yet."""
+"""[samples, rows per sample]: log p of a row's trained tokens. NaN: not computed yet."""
 
 SAVE_EVERY_S = 60.0
 """Seconds between saves: the most work that a kill loses."""
@@ -76,7 +76,7 @@ class ReferenceTable:
     def __init__(
         self, samples: Samples, needed: Int64Array, path: Path, together: AllRanks
     ) -> None:
-        """`needed`: the samples that the run uses, ascending; `path`: the file of rank 0."""
+        """`needed`: the samples that the run uses, ascending. `path`: the file of rank 0."""
         self._samples = samples
         self._path = path
         self._together = together

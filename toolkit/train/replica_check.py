@@ -56,7 +56,7 @@ class ReplicaCheck:
         self._said_nothing_to_compare = False
 
     def check(self, step: int) -> str | None:
-        """Compare now; collective. Returns what should be reported, once.
+        """Compare now. Collective. Returns what should be reported, once.
 
         Raises RunFailed naming the ranks that differ and the first weight that differs.
         """
@@ -151,7 +151,7 @@ def first_difference(parts: Sequence[int], held: Sequence[Digests]) -> str:
 
 
 def set_aside_after(checkpoints: Path, agreed_step: int) -> str:
-    """Rename every checkpoint after `agreed_step` to `step-N.suspect`; returns what to do then.
+    """Rename every checkpoint after `agreed_step` to `step-N.suspect`. Returns what to do then.
 
     A start could not detect a corrupt checkpoint, because all replicas are loaded from it.
     """

@@ -17,7 +17,7 @@ from toolkit.train.progress import Progress
 from toolkit.train.watchdog import Mark
 
 TRACKER_GRACE_S = 15.0
-"""How long the end of a run waits for its trackers; launchers give a stopping run 30 s."""
+"""How long the end of a run waits for its trackers. Launchers give a stopping run 30 s."""
 
 
 class Reporter:

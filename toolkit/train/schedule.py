@@ -17,7 +17,7 @@ def learning_rate(
     """Return the learning rate of optimizer step `step`, counted from 0.
 
     Every step has a positive rate. Warm-up is peak · (step + 1) / warm-up steps, so step 0
-    already moves the weights and the warm-up's last step runs at the peak; without a warm-up,
+    already moves the weights and the warm-up's last step runs at the peak. Without a warm-up,
     step 0 does. From that step on the rate decays so that step `total_steps`, the first one
     after the run, would run at `min_learning_rate`: the last step still trains if that is 0.
     Megatron-LM's scheduler decays in the same way, and so does transformers' without a warm-up.
@@ -57,12 +57,12 @@ def _linear(progress: float) -> float:
 
 
 def _minus_sqrt(progress: float) -> float:
-    """1 - √progress; arXiv:2405.18392."""
+    """1 - √progress. arXiv:2405.18392."""
     return 1.0 - math.sqrt(progress)
 
 
 def _cosine(progress: float) -> float:
-    """Half a cosine wave from 1 (progress 0) to 0 (progress 1); arXiv:1608.03983."""
+    """Half a cosine wave from 1 (progress 0) to 0 (progress 1). arXiv:1608.03983."""
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 

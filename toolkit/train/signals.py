@@ -1,4 +1,4 @@
-"""Graceful stop: a signal sets a flag; `StepReduction` brings it to all ranks."""
+"""Graceful stop: a signal sets a flag. `StepReduction` brings it to all ranks."""
 
 import signal
 from types import FrameType

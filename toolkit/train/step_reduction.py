@@ -14,7 +14,7 @@ class StepReduction:
     """
 
     def __init__(self, stop: StopRequest, group: "dist.ProcessGroup | None" = None) -> None:
-        """`group`: of all ranks, for tensors in host memory; None: the default one."""
+        """`group`: of all ranks, for tensors in host memory. None: the default one."""
         self._stop = stop
         self._group = group
         self._numbers: tuple[float, ...] = ()
@@ -31,7 +31,7 @@ class StepReduction:
             self._pending = (sums, work)
 
     def finish(self) -> tuple[bool, tuple[float, ...]]:
-        """Whether to stop, and the sum of each number; the same on every rank.
+        """Whether to stop, and the sum of each number. The same on every rank.
 
         With several ranks, a signal that arrives during a step takes effect after the next one.
         """

@@ -1,6 +1,6 @@
 """Marks of a rank: what it does, from the process's first line to its last, and time limits.
 
-A rank marks what it begins with `Marks.begin`; rank 0 shows the phases of its start and end.
+A rank marks what it begins with `Marks.begin`. Rank 0 shows the phases of its start and end.
 Without a mark within the time limit a rank writes one `hang` event and its stacks, and ends.
 The rank whose event is the first reads all of them and reports who is behind.
 
@@ -83,7 +83,7 @@ def collective_limit(limit_s: float) -> timedelta:
 
 
 class Marks:
-    """What one rank does; a context manager of what is shown, which only rank 0 does.
+    """What one rank does. A context manager of what is shown, which only rank 0 does.
 
     Also answers STACKS_SIGNAL with the stacks of all threads, in the rank's log.
     """
@@ -102,7 +102,7 @@ class Marks:
         """Marks of something else than before: ranks that have as many are equally far."""
         self._idle_s = 0.0
         self._run: RunDirectory | None = None
-        """Where a hang is reported; None until `watch`."""
+        """Where a hang is reported. None until `watch`."""
         self._world, self._offset = 1, 0
         self._start_limit_s = self._step_limit_s = START_LIMIT_S
         self._starting = True
@@ -244,7 +244,7 @@ class Marks:
         return []
 
     def _end_hung(self) -> None:
-        """Write the event, then the stacks; the first rank names the hung ones when the others
+        """Write the event, then the stacks. The first rank names the hung ones when the others
         have had time to write theirs. Launchers show the end of the log, which is its message.
         """
         pause_s = 3 * self._every_s(_LONGEST_LOOK_S) + _PAUSE_S
@@ -373,7 +373,7 @@ class CountedWeights(WeightSource):
         self._source = source
         self._doing = doing
         self._whole = layout.pp == layout.ep == 1
-        """Whether a rank reads some of every tensor; otherwise the number is unknown."""
+        """Whether a rank reads some of every tensor. Otherwise the number is unknown."""
         self._marks = marks
         self._seen: set[str] = set()
         self._total: int | None = None

@@ -2,7 +2,7 @@
 
 `train_run_directory` continues from a run directory that `dmt launch` wrote. `train_recipe` is
 for launchers that start the worker themselves: rank 0 plans, writes the run directory and
-broadcasts recipe and plan, so that no shared disk is needed. Their work is `stages.work`; here
+broadcasts recipe and plan, so that no shared disk is needed. Their work is `stages.work`. Here
 is what surrounds it: the assignment, and what every outcome becomes.
 """
 
@@ -49,7 +49,7 @@ PEER_FAILED_PAUSE_S = 1.0
 
 
 def train_run_directory(path: Path) -> int:
-    """Train as the run directory states; return the exit code of this rank."""
+    """Train as the run directory states. Return the exit code of this rank."""
     return _guarded(lambda ranks: read_assignment(path, ranks.world))
 
 
@@ -127,7 +127,7 @@ def _on_device(assignment: Assignment, ranks: Ranks) -> Assignment:
 
 
 def _failure(error: Exception) -> tuple[int, str]:
-    """Exit code and message of a failure; the traceback is logged unless it is the user's
+    """Exit code and message of a failure. The traceback is logged unless it is the user's
     mistake."""
     if isinstance(error, DmtError):
         return error.exit_code, str(error)
@@ -157,7 +157,7 @@ def _explained(error: Exception, start: Start | None) -> Exception:
 
 
 def _end(start: Start, code: int) -> int:
-    """Record a successful end; no rank exits before rank 0's reports are written."""
+    """Record a successful end. No rank exits before rank 0's reports are written."""
     start.marks.begin("finishing the logs")
     failpoint("leaving")
     if start.leads:

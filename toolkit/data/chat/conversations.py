@@ -25,7 +25,7 @@ _REQUIRED: dict[str, tuple[ColumnName, ...]] = {
 _ANSWERS: tuple[ColumnName, ...] = ("chosen", "rejected")
 _PAIRS = "a list of messages, with or without `prompt`, or a text next to a `prompt`"
 _CONTEXT: tuple[ColumnName, ...] = ("system", "history", "tools", "chat_template_kwargs")
-"""Columns that every format may have; texts without a template may not."""
+"""Columns that every format may have. Texts without a template may not."""
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 NOT_TRAINED = ("loss", "train")
 """Keys of a message whose false means `weight: 0`."""
@@ -36,7 +36,7 @@ _FUNCTION_CALL = "function_call"
 
 
 class MalformedRow(Exception):
-    """A row that is not a conversation; the message states why."""
+    """A row that is not a conversation. The message states why."""
 
 
 def check_dropped(source: ChatRowsSource, said: str) -> None:
@@ -51,7 +51,7 @@ class Conversation:
     """Validated messages in order: the input of a chat template."""
 
     messages: tuple[Message, ...]
-    """`role` and `content` (a string) each; where there are any, also `tool_calls`,
+    """`role` and `content` (a string) each. Where there are any, also `tool_calls`,
     `reasoning_content`, `weight` (0 or 1) and whatever else the row states."""
     tools: tuple[dict[str, Any], ...] = ()
     """Descriptions (JSON schemas) of the tools that the assistant may call."""
@@ -405,7 +405,7 @@ def _blank(text: str) -> str:
 
 
 def _text(content: object, name: str) -> str:
-    """The content as one string; a list of text parts (OpenAI's format) is joined."""
+    """The content as one string. A list of text parts (OpenAI's format) is joined."""
     if isinstance(content, list) and content:
         parts = [p.get("text") if isinstance(p, dict) else None for p in content]
         if all(isinstance(part, str) for part in parts):

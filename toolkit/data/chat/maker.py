@@ -57,7 +57,7 @@ class SampleBatch:
 
 
 class SampleMaker:
-    """Makes samples of rows; may be sent to another process."""
+    """Makes samples of rows. May be sent to another process."""
 
     def __init__(
         self,

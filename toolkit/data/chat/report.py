@@ -22,7 +22,7 @@ class ChatReport:
     too_long: int = 0
     """Samples longer than a row: truncated, dropped or split."""
     untrained: int = 0
-    """Samples dropped because none of their tokens is trained; pieces of a split one are not
+    """Samples dropped because none of their tokens is trained. Pieces of a split one are not
     counted if other pieces remain."""
     cut_off: int = 0
     """Untrained samples whose trained tokens lay after the cut."""

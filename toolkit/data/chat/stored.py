@@ -1,7 +1,7 @@
-"""Tokenises chats once; the result is cached by content.
+"""Tokenises chats once. The result is cached by content.
 
 An entry is a pair of files in Megatron's indexed format, like those of texts, and a report. A
-conversation is a document of it, a preference is two; a token that is not trained is stored as
+conversation is a document of it, a preference is two. A token that is not trained is stored as
 the bitwise complement of its id, which is negative. The last document holds, of each of the
 others, the number of its row in the data set.
 """

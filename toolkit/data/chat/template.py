@@ -39,7 +39,7 @@ _EXCHANGE = ({"role": "user", "content": "two"}, {"role": "assistant", "content"
 """What shows how a template ends a turn."""
 _TODAY = date(2024, 7, 26)
 """The date for templates that insert today's date, so that the same data always gives the same
-tokens; Llama's own default for programs without a clock."""
+tokens. Llama's own default for programs without a clock."""
 
 
 class RewrittenHistory(Exception):
@@ -75,12 +75,12 @@ class ChatTemplate:
         known = {*added, *tokenizer.all_special_tokens}
         tokens = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
         self.special = re.compile(tokens)
-        """Every special token of the tokenizer; there is one at least, its EOS token."""
+        """Every special token of the tokenizer. There is one at least, its EOS token."""
         self._next_special = re.compile(rf"\s*(?:{tokens})")
         self._blank = re.compile(rf"(?:\s|{tokens})*")
 
     def mark(self, example: Example, loss_on: str) -> MarkedText:
-        """Text of an example and its trained characters; `loss_on` as in `ChatSource`.
+        """Text of an example and its trained characters. `loss_on` as in `ChatSource`.
 
         Raises MalformedRow if the template refuses the conversation or omits a part of it,
         RewrittenHistory if trained turns look different in the history, and DataError if the

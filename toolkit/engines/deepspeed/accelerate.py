@@ -55,7 +55,7 @@ class DeepSpeedInAccelerate(InAccelerate):
     def accelerator(
         self, layout: Layout, precision: str, config: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Accelerate drops DeepSpeed if the device is set to CPU; only the backend may request
+        """Accelerate drops DeepSpeed if the device is set to CPU. Only the backend may request
         it."""
         import torch
         from accelerate import DeepSpeedPlugin

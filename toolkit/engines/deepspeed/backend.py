@@ -44,7 +44,7 @@ class DeepSpeedCost(EngineCost):
 
     def builds_whole(self, model: ModelName, layout: Layout) -> bool:
         """megatron-core builds a tensor-parallel rank's whole model before DeepSpeed shards or
-        offloads it; transformers' is sharded while it is built."""
+        offloads it. transformers' is sharded while it is built."""
         return model == "megatron"
 
     def communicators(self, layout: Layout) -> int:
@@ -53,7 +53,7 @@ class DeepSpeedCost(EngineCost):
 
     def gradient_copies(self, layout: Layout, width: int) -> tuple[int, int]:
         """Stage 3 keeps its sums on the host, writes and reads them in every micro batch, and
-        then copies them for the optimizer. Stages 1 and 2 do so with fp32 gradients only; fp32
+        then copies them for the optimizer. Stages 1 and 2 do so with fp32 gradients only. fp32
         sums of 16-bit ones stay on the device."""
         if layout.zero_stage == 3:
             return 2, 1
@@ -65,8 +65,8 @@ class DeepSpeedCost(EngineCost):
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
         """Reduce buckets (two if communication overlaps), the fp32 copy of one, gathered
-        weights; one data-parallel rank gathers those that are offloaded.
-        Stage 1 keeps a micro batch's gradients until the next one's; if the optimizer is
+        weights. One data-parallel rank gathers those that are offloaded.
+        Stage 1 keeps a micro batch's gradients until the next one's. If the optimizer is
         offloaded, it has an fp32 bucket, and stages 1 and 2 room for the largest gradient."""
         stage, trained, ranks = layout.zero_stage, share.trained, layout.dp * layout.cp
         elements = min(BUCKET, trained.parameters)
@@ -220,7 +220,7 @@ class DeepSpeedBackend(Backend):
         return ops.required_ops(config)
 
     def refusal(self, job: PlanRequest, model: ModelName) -> Problem | None:
-        """DeepSpeed averages every gradient over all ranks; megatron-core's experts need groups
+        """DeepSpeed averages every gradient over all ranks. megatron-core's experts need groups
         of their own."""
         if model == "hf" or not job.spec.moe_layers:
             return None

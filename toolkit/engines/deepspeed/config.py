@@ -36,7 +36,7 @@ from toolkit.text.dotted import get, put
 from toolkit.text.suggest import did_you_mean
 
 FOLDER = (Path(__file__).parents[2] / "ds_configs").resolve()
-"""`ds_configs/` of the checkout (`toolkit/ds_configs` is a link to it); in an installed
+"""`ds_configs/` of the checkout (`toolkit/ds_configs` is a link to it). In an installed
 package, the same files as package data."""
 
 OFFLOAD_PRESETS = {
@@ -77,7 +77,7 @@ AUTO_IS_A_VALUE = frozenset({"data_types.keep_in_fp32_modules", "pipeline.stages
 
 
 def preset_path(name: str) -> Path:
-    """File of a shipped preset; `name` is one of `PRESETS`."""
+    """File of a shipped preset. `name` is one of `PRESETS`."""
     assert name in PRESETS, name
     return FOLDER / f"{name}.json"
 
@@ -107,7 +107,7 @@ def open_config(config: str) -> JsonFile:
 
 
 def _own_file(config: str) -> JsonFile:
-    """A JSON file of the user's; the recipe is blamed for one that is not readable."""
+    """A JSON file of the user's. The recipe is blamed for one that is not readable."""
     try:
         return read_json(Path(config))
     except RecipeError as error:
@@ -137,7 +137,7 @@ def adopted(config: str) -> dict[str, object]:
 
 
 def communication_bytes(config: str) -> int | None:
-    """Bytes per gradient element that a preset or a file states (`communication_data_type`);
+    """Bytes per gradient element that a preset or a file states (`communication_data_type`).
     None where it does not."""
     dtype = stated(open_config(config), "communication_data_type")
     return {"fp32": 4, "fp16": 2, "bf16": 2}.get(str(dtype))
@@ -312,7 +312,7 @@ def _unusable(file: JsonFile, recipe: Recipe, layout: Layout) -> Iterator[Proble
 
 
 def _unfilled(file: JsonFile, owned: Mapping[str, object]) -> Iterator[Problem]:
-    """`"auto"` for a setting that the recipe does not fill; DeepSpeed would silently drop
+    """`"auto"` for a setting that the recipe does not fill. DeepSpeed would silently drop
     it."""
     for key in file.lines:
         left = key not in owned and key not in AUTO_IS_A_VALUE
@@ -335,7 +335,7 @@ def _missing_folder(file: JsonFile, recipe: Recipe, layout: Layout) -> Iterator[
 
 
 def stated(file: JsonFile, key: str) -> object:
-    """The file's value of `key`; None if absent or `"auto"`."""
+    """The file's value of `key`. None if absent or `"auto"`."""
     value = get(file.values, key)
     return None if value == "auto" else value
 

@@ -89,7 +89,7 @@ class DeepSpeedEngine(totals.LogProbEngine):
             mpu=self.model.mpu,
         )
         self.plain = self.stage == 0 and setup.precision == "fp32"
-        """True if the optimizer is torch's own; DeepSpeed wraps every other one."""
+        """True if the optimizer is torch's own. DeepSpeed wraps every other one."""
         if self.plain:
             let_skip(self.optimizer)
         elif self.stage == 0:
@@ -102,7 +102,7 @@ class DeepSpeedEngine(totals.LogProbEngine):
         self.engine.train()
 
     def _new_optimizer(self, groups: list[dict[str, Any]]) -> OwnerOptimizer | None:
-        """The optimizer that DeepSpeed wraps; None for the one in its configuration."""
+        """The optimizer that DeepSpeed wraps. None for the one in its configuration."""
         if self.setup.optimizer.kind.whole is None:
             return None
         from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
@@ -113,7 +113,7 @@ class DeepSpeedEngine(totals.LogProbEngine):
         return new_optimizer(groups, placed, self.setup.optimizer)
 
     def _bind_optimizer(self) -> None:
-        """Bind an optimizer with owners to the tensors of this rank; from stage 1 on a group is
+        """Bind an optimizer with owners to the tensors of this rank. From stage 1 on a group is
         one flat tensor, or several, which DeepSpeed updates one after the other."""
         optimizer = self._adam
         if isinstance(optimizer, OwnerOptimizer):
@@ -171,7 +171,7 @@ class DeepSpeedEngine(totals.LogProbEngine):
         return StepResult(mean_loss, norm, skipped, named)
 
     def _read(self, sums: Tensor, norm: float | None) -> list[float]:
-        """Loss, metrics and gradient norm; with one synchronisation if the norm is also on the
+        """Loss, metrics and gradient norm. With one synchronisation if the norm is also on the
         GPU."""
         reported = self.engine.get_global_grad_norm() if norm is None else norm
         if isinstance(reported, Tensor):
@@ -209,7 +209,7 @@ class DeepSpeedEngine(totals.LogProbEngine):
         return chain(shards, owner_shards([self._adam]), self.model.biases())
 
     def _shards(self) -> Iterator[StateShard]:
-        """The parameters' part of the `state`; moments on NVMe may not exist yet."""
+        """The parameters' part of the `state`. Moments on NVMe may not exist yet."""
         placed = self.model.placed()
         if self.stage == 0:
             return whole_parameters(self.optimizer, placed, self.copies, self.copy)
@@ -235,7 +235,7 @@ class DeepSpeedEngine(totals.LogProbEngine):
 
     @property
     def _adam(self) -> Any:
-        """The AdamW inside DeepSpeed's wrapper; fp32 stage 0 has no wrapper."""
+        """The AdamW inside DeepSpeed's wrapper. fp32 stage 0 has no wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def counters(self) -> Counters:

@@ -33,7 +33,7 @@ DEEPSPEED_CONFIG = "DeepSpeed config"
 
 
 def read_json(path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
-    """Read an object from a UTF-8 JSON file; errors call it `what`.
+    """Read an object from a UTF-8 JSON file. Errors call it `what`.
 
     Raises RecipeError, with the line, when the file is missing, too large, not JSON, not
     an object, or states a key twice (of which JSON readers silently keep the last).
@@ -49,7 +49,7 @@ def read_json(path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
 
 
 def parse_json(text: str, path: Path, what: str = DEEPSPEED_CONFIG) -> JsonFile:
-    """Read an object from JSON text that stands at `path`; raises as `read_json` does."""
+    """Read an object from JSON text that stands at `path`. Raises as `read_json` does."""
     try:
         values = untrusted.parse_json(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:

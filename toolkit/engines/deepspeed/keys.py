@@ -29,10 +29,10 @@ QUANTIZED_GRADIENTS = f"{ZERO}.zero_quantized_gradients"
 
 
 class KeyRule(NamedTuple):
-    """What a file may say at a key; exactly one of the first four is set."""
+    """What a file may say at a key. Exactly one of the first four is set."""
 
     recipe: str = ""
-    """The recipe's key that decides the value; the file may say the same, or "auto"."""
+    """The recipe's key that decides the value. The file may say the same, or "auto"."""
     required: object = None
     """The only value that keeps the loss equal under every layout (AdamW with fp32 master
     weights and moments, mean gradients, the recipe's precision and data order) and keeps NaN

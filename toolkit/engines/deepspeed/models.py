@@ -53,14 +53,14 @@ def import_deepspeed() -> Any:
 
 
 class TrainedModel:
-    """The interface that the engine uses; the defaults are those of a whole model."""
+    """The interface that the engine uses. The defaults are those of a whole model."""
 
     module: nn.Module
     balance: Balance
     mpu: Any = None
-    """DeepSpeed's view of the model-parallel groups; None without them."""
+    """DeepSpeed's view of the model-parallel groups. None without them."""
     data_group: dist.ProcessGroup | None = None
-    """Ranks that hold the same parameters and different samples; None for all."""
+    """Ranks that hold the same parameters and different samples. None for all."""
 
     def seed_dropout(self) -> None:
         """Seed further random streams of the next step from torch's seed."""
@@ -92,14 +92,14 @@ class TrainedModel:
 
 
 def build_model(setup: EngineSetup, context: Context | None) -> TrainedModel:
-    """The model that the plan names, filled with its initial weights; collective."""
+    """The model that the plan names, filled with its initial weights. Collective."""
     if setup.plan.model == "megatron":
         return MegatronShard(setup)
     return TransformersModel(setup, context)
 
 
 class TransformersModel(TrainedModel):
-    """A whole transformers model; under ZeRO-3 it is sharded while it is built."""
+    """A whole transformers model. Under ZeRO-3 it is sharded while it is built."""
 
     def __init__(self, setup: EngineSetup, context: Context | None) -> None:
         self.config, self.weights = setup.model_config, setup.weights
@@ -164,7 +164,7 @@ class MegatronShard(TrainedModel):
     def _sum_partial_gradients(self) -> None:
         """Sum partial gradients over the tensor group, before DeepSpeed takes them.
 
-        With sequence parallel these are the gradients of norms and biases; norms of query and
+        With sequence parallel these are the gradients of norms and biases. Norms of query and
         key heads always, because each rank has different heads.
         """
 

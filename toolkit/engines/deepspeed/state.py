@@ -30,7 +30,7 @@ Placed = Iterable[PlacedParameter]
 def whole_parameters(
     optimizer: Any, placed: Placed, copies: int, copy: int
 ) -> Iterator[StateShard]:
-    """Stage 0: every one of `copies` replicas holds all; replica `copy` writes its share."""
+    """Stage 0: every one of `copies` replicas holds all. Replica `copy` writes its share."""
     inner = getattr(optimizer, "optimizer", optimizer)
     masters = {weight: (held, at) for weight, held, at in _stage_0_masters(optimizer)}
     for index, (parameter, blocks, saved_here) in enumerate(placed):
@@ -65,7 +65,7 @@ def _part(parameter: nn.Parameter, offset: int, holder: Tensor) -> Tensor:
 
 
 def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterator[StateShard]:
-    """Stages 1 and 2: this rank holds a range of each parameter's elements, or none; all
+    """Stages 1 and 2: this rank holds a range of each parameter's elements, or none. All
     `copies` replicas hold whole frozen parameters, and replica `copy` writes its share of
     them."""
     masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
@@ -93,7 +93,7 @@ def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterat
 
 
 def stage_3_owned(optimizer: Any) -> Iterator[Tensor]:
-    """Stage 3: the flat fp32 weights of the groups that owners update; between two steps the
+    """Stage 3: the flat fp32 weights of the groups that owners update. Between two steps the
     groups themselves are empty."""
     groups = optimizer.optimizer.param_groups
     for index, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
@@ -156,7 +156,7 @@ class SwappedShard(StateShard):
 
 
 class FrozenShard(StateShard):
-    """A stage-3 shard of a weight that does not train; where it is offloaded to NVMe, read from
+    """A stage-3 shard of a weight that does not train. Where it is offloaded to NVMe, read from
     there. Values written to it are ignored: the model was built with them."""
 
     in_memory = False
@@ -198,8 +198,8 @@ def set_loss_scale(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """The attributes of the loss scaler, or of the configuration in which stage 0 has them;
-    empty without one."""
+    """The attributes of the loss scaler, or of the configuration in which stage 0 has them.
+    Empty without one."""
     for name in ("loss_scale_config", "loss_scaler"):
         if hasattr(optimizer, name):
             state: dict[str, Any] = vars(getattr(optimizer, name))

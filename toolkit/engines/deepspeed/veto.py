@@ -22,7 +22,7 @@ class Veto:
 
     def __init__(self, module: nn.Module) -> None:
         self._loss: Callable[[], Tensor] | None = None
-        """The loss to check, and the values after it; None outside the last micro batch."""
+        """The loss to check, and the values after it. None outside the last micro batch."""
         self._max_loss = math.inf
         self._scaler: dict[str, Any] = {}
         """fp16's loss scale and counts before this step."""
@@ -37,7 +37,7 @@ class Veto:
 
     def judge(self, joint: Callable[[], Tensor], max_loss: float, optimizer: Any) -> None:
         """Decide after the last forward pass whether the step is vetoed. `joint` returns the
-        global loss and metrics, the loss first; it is called late in the backward pass."""
+        global loss and metrics, the loss first. It is called late in the backward pass."""
         self._loss = joint
         self._max_loss = max_loss
         self._scaler = dict(scaler_state(optimizer))

@@ -14,10 +14,10 @@ def render(layout: Layout, precision: str) -> dict[str, Any]:
     """What `FsdpEngine` reads: how many groups of ranks have all shards, the arguments of
     `fully_shard` for every decoder layer, and how many layers are gathered ahead.
 
-    Stage 3 drops a layer's gathered weights after its forward pass; stages 1 and 2 keep them
+    Stage 3 drops a layer's gathered weights after its forward pass. Stages 1 and 2 keep them
     for the step. Stage 1 also keeps whole gradients, summed over micro batches, and reduces
     them once a step. The weights that are updated are sharded and fp32 in all stages, and
-    gradients are reduced in fp32; `param_dtype` is what is gathered and computed in.
+    gradients are reduced in fp32. `param_dtype` is what is gathered and computed in.
     """
     offloads = layout.offload_parameters == "cpu"
     return {

@@ -1,6 +1,6 @@
-"""Engines `fsdp` and `ddp`: torch's FSDP2 (`fully_shard`) around every decoder layer; AdamW.
+"""Engines `fsdp` and `ddp`: torch's FSDP2 (`fully_shard`) around every decoder layer. AdamW.
 
-Each rank holds rows of every trained parameter, in fp32, with their gradients and moments; a
+Each rank holds rows of every trained parameter, in fp32, with their gradients and moments. A
 layer's weights are gathered in the compute precision while they are used. The model is made
 without storage, sharded, and then filled shard by shard. With `replicate`, all shards are there
 that many times, each time in ranks that follow each other: weights are gathered among these,
@@ -86,7 +86,7 @@ class FsdpEngine(totals.LogProbEngine):
         """Hold what does not train in `dtype`, in which it is computed.
 
         Returns what FSDP2 must not manage, as it would copy it: parameters that every rank has
-        whole. They are on the device; all others are without storage.
+        whole. They are on the device. All others are without storage.
         """
         whole = self.sharded_over == 1 and not self.offloads
         device = self.device if whole else torch.device("meta")
@@ -143,7 +143,7 @@ class FsdpEngine(totals.LogProbEngine):
         return DeviceMesh.from_group(both, self.device.type)
 
     def _offload_policy(self, stated: dict[str, Any] | None) -> OffloadPolicy:
-        """Pinned memory is what a GPU copies from; without one there is none to be had."""
+        """Pinned memory is what a GPU copies from. Without one there is none to be had."""
         if stated is None:
             return OffloadPolicy()
         return CPUOffloadPolicy(stated["pin_memory"] and self.device.type == "cuda")
@@ -320,7 +320,7 @@ class DdpEngine(FsdpEngine):
 
 
 def loss_scaler(setup: EngineSetup) -> torch.amp.GradScaler:
-    """torch's scaler of the loss; it does nothing unless in fp16."""
+    """torch's scaler of the loss. It does nothing unless in fp16."""
     return torch.amp.GradScaler(
         setup.ranks.device.type,
         init_scale=setup.plan.loss_scale or 2.0**16,

@@ -1,7 +1,7 @@
 """Renders a plan as megatron-core's arguments: the content of `megatron.json`.
 
 Plain data with megatron-core's field names, one section per class that it configures. Renderers
-translate; nothing is decided here.
+translate. Nothing is decided here.
 """
 
 from collections.abc import Mapping

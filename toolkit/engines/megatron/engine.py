@@ -1,7 +1,7 @@
 """Engine `megatron`: megatron-core's schedules, gradient reduction and optimizer.
 
 Tensor, pipeline, virtual pipeline, sequence and expert parallel are megatron-core's. The
-loss of every micro batch is a sum; the gradients are divided by the count of the global batch
+loss of every micro batch is a sum. The gradients are divided by the count of the global batch
 once they are reduced.
 """
 
@@ -148,7 +148,7 @@ class MegatronEngine(Engine):
     def _use_own(self, optimizer: Any) -> None:
         """Replace every optimizer of the chain by ours, with the same groups.
 
-        The chain differs on ranks with experts, and is empty where nothing trains; all ranks
+        The chain differs on ranks with experts, and is empty where nothing trains. All ranks
         take part in one exchange, before any optimizer steps.
         """
         owned: dict[Tensor, OwnerOptimizer] = {}
@@ -262,7 +262,7 @@ class MegatronEngine(Engine):
         return sums.cpu()
 
     def _gather_weights(self) -> None:
-        """Gather the weights that the next step's forward pass would gather; collective if some
+        """Gather the weights that the next step's forward pass would gather. Collective if some
         are not gathered yet. Others are not touched, because that would overwrite a replica's
         error."""
         if self._ungathered and self.setup.engine_config["ddp"]["overlap_param_gather"]:
@@ -272,7 +272,7 @@ class MegatronEngine(Engine):
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Evaluation mode without gradients; training mode afterwards."""
+        """Evaluation mode without gradients. Training mode afterwards."""
         self._gather_weights()
         for replica in self.replicas:
             replica.eval()
@@ -284,7 +284,7 @@ class MegatronEngine(Engine):
     def _run(
         self, micro_batches: Sequence[MicroBatch], *, forward_only: bool
     ) -> tuple[EvalResult, float]:
-        """Run the pipeline schedule; returns, on all ranks, loss and metrics of the global
+        """Run the pipeline schedule. Returns, on all ranks, loss and metrics of the global
         batch, and a sum of all gradients (0 without a backward pass)."""
         sums = self._schedule(micro_batches, self._terms, forward_only=forward_only)
         # Only the last stage has losses, and all tensor and context ranks have the same ones.
@@ -302,7 +302,7 @@ class MegatronEngine(Engine):
     def _schedule(
         self, micro_batches: Sequence[MicroBatch], terms: _Terms, *, forward_only: bool
     ) -> list[Tensor]:
-        """Run the pipeline schedule; returns, on the last stage, what `terms` logs for each
+        """Run the pipeline schedule. Returns, on the last stage, what `terms` logs for each
         batch."""
         micro_batch, length = micro_batches[0].input_ids.shape
         logged: list[Tensor] = get_forward_backward_func()(

@@ -85,7 +85,7 @@ def _masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, _Master]]:
 
 
 def _whole_masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Pairs of a parameter and its fp32 weights; in fp32 training they are the same."""
+    """Pairs of a parameter and its fp32 weights. In fp32 training they are the same."""
     if isinstance(part, Float16OptimizerWithFloat16Params):
         for halves, masters in zip(
             part.float16_groups, part.fp32_from_float16_groups, strict=True
@@ -99,7 +99,7 @@ def _whole_masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
 
 
 def loss_scale(optimizer: Any) -> dict[str, Any] | None:
-    """The dynamic loss scaler's state under fp16; None otherwise.
+    """The dynamic loss scaler's state under fp16. None otherwise.
 
     The scale is saved for the mean loss over a rank's tokens, as in other engines: here it is
     for a sum (`config.py`), and smaller by `min_scale`.

@@ -54,7 +54,7 @@ def import_checkpoint(
     to: Path | None,
     as_json: bool,
 ) -> None:
-    """Carry out the command; see its help in `cli/checkpoint.py`."""
+    """Carry out the command. See its help in `cli/checkpoint.py`."""
     where = None if cluster is None else find_cluster(cluster)
     recipe = load_recipe(path, overrides, where)
     if megatron.matches(source) or to is not None:
@@ -158,7 +158,7 @@ def _write(
 ) -> Manifest:
     """Write the state as the first checkpoint of the run.
 
-    Tensors are copied one after the other. The checkpoint appears when it is complete; `tick`
+    Tensors are copied one after the other. The checkpoint appears when it is complete. `tick`
     gets the bytes written. Raises CheckpointError or DataError.
     """
     recipe, plan = assignment.recipe, assignment.plan

@@ -47,7 +47,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _TRAINING_STATE = re.compile(
     r"(chained_\d+\.)?optimizer\.|rng_state|common_state|.*_extra_state"
 )
-"""Keys that are not weights; all others must belong to the model."""
+"""Keys that are not weights. All others must belong to the model."""
 _LARGEST_MULTIPLE = 128 * 64
 """Megatron-LM pads a vocabulary to at most this multiple: its default, times 64 tensor
 ranks."""

@@ -27,7 +27,7 @@ COMMON_CLASSES = (
     "numpy.core.multiarray._reconstruct",
     "numpy.core.multiarray.scalar",
 )
-"""Classes of arguments and random states that scripts save; nothing here reads them."""
+"""Classes of arguments and random states that scripts save. Nothing here reads them."""
 
 
 class StandIn:

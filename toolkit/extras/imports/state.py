@@ -1,7 +1,7 @@
 """The training state in a checkpoint of another tool, and how it fits a recipe.
 
 A format reads its files without running code from them (`pickles.py`) and yields whole
-parameters under transformers' names; `command.py` makes a checkpoint of a run from them.
+parameters under transformers' names. `command.py` makes a checkpoint of a run from them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,7 +63,7 @@ class ForeignState:
     groups: Sequence[Mapping[str, Any]]
     """The groups of its optimizer, with their settings under torch's names."""
     consumed_samples: int | None = None
-    """Sequences consumed; None where the checkpoint does not state them."""
+    """Sequences consumed. None where the checkpoint does not state them."""
     notes: tuple[str, ...] = ()
     """What could not be carried over, a sentence each."""
 

@@ -42,10 +42,10 @@ Manifest = dict[str, Any]
 
 
 class KubernetesStarter:
-    """`kubectl create`; returns when the job is accepted."""
+    """`kubectl create`. Returns when the job is accepted."""
 
     def spec(self, job: Job) -> LaunchSpec:
-        """Return the submission, with the manifest as its file; see Starter. Raises PlanError
+        """Return the submission, with the manifest as its file. See Starter. Raises PlanError
         if `launch.kubernetes` lacks a setting, or states a field that DMT sets."""
         for key in ("image", "volume_claim"):
             if getattr(job.launch.kubernetes, key) is None:
@@ -63,7 +63,7 @@ class KubernetesStarter:
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Submit; raises BackendUnavailable without `kubectl`."""
+        """Submit. Raises BackendUnavailable without `kubectl`."""
         del signals
         outcome = submit("kubernetes", spec, f"where it is: {shlex.join(spec.argv)}")
         if outcome.exit_code:

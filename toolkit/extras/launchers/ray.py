@@ -66,7 +66,7 @@ class RayStarter:
     """A job of Ray, whose driver is a child of this process."""
 
     def spec(self, job: Job) -> LaunchSpec:
-        """Return the command of each machine; see Starter."""
+        """Return the command of each machine. See Starter."""
         if importlib.util.find_spec("ray") is None:
             raise BackendUnavailable(
                 "launch.launcher is ray: Ray is not installed", fix=INSTALL_RAY
@@ -81,7 +81,7 @@ class RayStarter:
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start the driver and wait; see Starter. A request to stop reaches every machine's
+        """Start the driver and wait. See Starter. A request to stop reaches every machine's
         agent, which gives its ranks `launch.grace_s`."""
         offset, output = events_offset(spec.run_dir), _AgentOutput(RunDirectory(spec.run_dir))
         late = Deadline()
@@ -163,7 +163,7 @@ class _AgentOutput:
 
 
 def main(given: Mapping[str, Any]) -> int:
-    """Run the job of `argv`, `env` and `run_dir`; returns the exit code of the agent that ends
+    """Run the job of `argv`, `env` and `run_dir`. Returns the exit code of the agent that ends
     first, or one of errors.py, about which it tells."""
     try:
         return _train(given)
@@ -231,8 +231,8 @@ def _run_agents(
     run: RunDirectory,
     signals: StopSignals,
 ) -> int:
-    """Start an agent for each machine, and again what is lost, `max_restarts` times in all;
-    then give up if fewer than `fewest` are left. A request to stop is passed on once."""
+    """Start an agent for each machine, and again what is lost, `max_restarts` times in all.
+    Then give up if fewer than `fewest` are left. A request to stop is passed on once."""
     import ray
 
     agents = {number: start(number) for number in range(machines)}
@@ -316,7 +316,7 @@ class RayMachine:
         self._stopping = False
 
     def run(self) -> int:
-        """Run `dmt launch`; returns its exit code."""
+        """Run `dmt launch`. Returns its exit code."""
         import ray
 
         config, run = self._config, RunDirectory(Path(self._config["run_dir"]))

@@ -67,7 +67,7 @@ def embedded(data: Any) -> str:
 
 
 def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
-    """Everything on the page, as JSON knows it; secrets are masked."""
+    """Everything on the page, as JSON knows it. Secrets are masked."""
     names = names_of(records)
     runs = []
     drawn = charts(records)

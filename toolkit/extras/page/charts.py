@@ -41,7 +41,7 @@ MARKS = {
 """Events that are marked: the word for each, and its colour."""
 
 Columns = Mapping[str, Sequence[float]]
-"""The numbers of a run's logged lines by name; NaN where a line has none."""
+"""The numbers of a run's logged lines by name. NaN where a line has none."""
 Chart = dict[str, Any]
 
 

@@ -24,7 +24,7 @@ from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import is_within
 
 Space = dict[str, Any]
-"""Optuna's distribution of each setting; choices as a recipe states them, on one line."""
+"""Optuna's distribution of each setting. Choices as a recipe states them, on one line."""
 
 _EXAMPLE = "optimizer.learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}"
 _FORM = "a list of two or more choices, or {low, high} with low < high, and log or step"

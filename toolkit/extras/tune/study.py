@@ -275,7 +275,7 @@ class Study(ABC):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _none_succeeds(self) -> bool:
-        """Whether the tuning is given up; `failure` says why."""
+        """Whether the tuning is given up. `failure` says why."""
         records = self.counted()
         if any(one.ending in ("done", "stopped") for one in records):
             return False

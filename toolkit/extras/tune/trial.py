@@ -42,7 +42,7 @@ _ORPHANS_S = 2 * ORPHAN_GRACE_S
 """Time that the ranks of a killed tuning have to save and end."""
 _SILENT_LIMITS = 4.0
 _SILENT_EXTRA_S = 60.0
-"""The ranks' own watchdog ends a hung first step after three limits; one that hangs where no
+"""The ranks' own watchdog ends a hung first step after three limits. One that hangs where no
 watchdog runs is ended after that many limits and seconds without a new line."""
 _MEMORY_ERROR = re.compile(
     r"out of memory|not enough memory|can(no|')t allocate memory|MemoryError|bad_alloc",
@@ -75,7 +75,7 @@ class Followed:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     """Lines of metrics.jsonl, see `track.metrics.Metrics`."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Events of all its starts; `evaluation` has the validation `loss` and its `step`."""
+    """Events of all its starts. `evaluation` has the validation `loss` and its `step`."""
     sizes: list[int] = field(default_factory=list)
     """Bytes of the files when they were read."""
 
@@ -88,7 +88,7 @@ class TrialResult:
     reason: str = ""
     """Why it did not come to its end, in one line."""
     memory_gib: float | None = None
-    """Peak of the fullest GPU; None on a CPU."""
+    """Peak of the fullest GPU. None on a CPU."""
 
 
 def run_trial(
@@ -106,11 +106,11 @@ def run_trial(
     Args:
         recipe: Path or shipped name, as of `dmt launch`.
         overrides: `KEY=VALUE`, as of `--set`.
-        on_progress: Called when there are new lines; True ends the trial at once, without
+        on_progress: Called when there are new lines. True ends the trial at once, without
             a checkpoint (`stopped`).
         hang_s: Seconds that one step may take (`launch.hang_timeout_s`), the first one three
-            times as long; a trial that takes longer is `hung`.
-        interrupted: Polled; once it is true, the trial saves and ends (`interrupted`).
+            times as long. A trial that takes longer is `hung`.
+        interrupted: Polled. Once it is true, the trial saves and ends (`interrupted`).
         options: More options of `dmt launch`, e.g. `--cluster FILE`.
 
     What goes wrong in the trial is a result, not an exception. The output of its launcher is in

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def inject(model: PreTrainedModel, lora: Lora | None) -> None:
     """Add PEFT's layers to `model`, with parameters on the device and in the dtype of the
-    base's, uninitialised; does nothing without `lora`.
+    base's, uninitialised. Does nothing without `lora`.
 
     `toolkit.models.huggingface.named_parameters` gives all parameters their checkpoint names.
     """
@@ -23,7 +23,7 @@ def inject(model: PreTrainedModel, lora: Lora | None) -> None:
 
 
 def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":
-    """The adapters as PEFT's config; `base` is the hub id or folder of their model."""
+    """The adapters as PEFT's config. `base` is the hub id or folder of their model."""
     from peft import LoraConfig
 
     section = lora.section

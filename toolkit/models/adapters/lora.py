@@ -58,7 +58,7 @@ class Lora:
     tensors: tuple[TensorMap, ...]
     """Megatron's weights of which at least a part has an adapter."""
     targets: frozenset[str]
-    """Modules with an adapter; `{layer}` stands for a number."""
+    """Modules with an adapter. `{layer}` stands for a number."""
     short_targets: tuple[str, ...]
     """The same for PEFT, without experts: the last parts of their names, if these are
     unambiguous."""
@@ -136,7 +136,7 @@ class Lora:
 
     def factors(self, tensor: str) -> tuple[Projection, Block, Block] | None:
         """Of a weight in the base's checkpoint: its projection, and the rectangles that are its
-        A and its B; None without an adapter."""
+        A and its B. None without an adapter."""
         module, expert, part = tensor.removesuffix(".weight"), 0, ""
         if match := _OF_EXPERT.fullmatch(module):
             expert, part = int(match[2]), match[3]
@@ -185,7 +185,7 @@ class Lora:
 
     def part_of_rows(self, tensor: TensorMap, rank: int, degree: int) -> list[int | None]:
         """For every row of a tensor-parallel rank's weight, the index of its module among
-        `parts`; None if that has no adapter."""
+        `parts`. None if that has no adapter."""
         parts = self.parts(tensor)
         numbers = {f"{name}.weight".format(layer=0): i for i, name in enumerate(parts)}
         return [
@@ -224,7 +224,7 @@ class Lora:
 
 
 def lora_of(section: AdapterSection | None, config: Mapping[str, object]) -> Lora | None:
-    """`Lora.of`; None for a recipe without adapters."""
+    """`Lora.of`. None for a recipe without adapters."""
     return None if section is None else Lora.of(section, config)
 
 

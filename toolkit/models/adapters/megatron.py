@@ -2,8 +2,8 @@
 
 A fused layer (query, key and value; gate and up) has the A of each of its projections stacked,
 and every row of B is multiplied with the A·x of its own projection alone. Where the base's rows
-are split over the tensor ranks, B's are too and A is whole on each; where its columns are, A's
-are too and B is whole; where every rank holds the base whole, both are. Ranks communicate A·x,
+are split over the tensor ranks, B's are too and A is whole on each. Where its columns are, A's
+are too and B is whole. Where every rank holds the base whole, both are. Ranks communicate A·x,
 `rank` values per token.
 
 Without sequence parallel, the gradient of a replicated factor is complete on every rank: the
@@ -122,7 +122,7 @@ class LoraBranch(nn.Module):
 
 
 def attach(chunks: Sequence[GPTChunk], lora: Lora | None) -> None:
-    """Add adapters, uninitialised, to the linear layers of this rank's chunks; does nothing
+    """Add adapters, uninitialised, to the linear layers of this rank's chunks. Does nothing
     without `lora`."""
     if lora is None:
         return

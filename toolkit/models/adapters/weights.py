@@ -89,7 +89,7 @@ def fingerprint(weights: WeightSource) -> str:
     most SAMPLED consecutive elements of each, at an offset determined by its name.
 
     Reading all of a large model would take minutes at every start. Different weights differ
-    nearly everywhere; a change outside the samples is not detected.
+    nearly everywhere. A change outside the samples is not detected.
     """
     digest = blake2b(digest_size=16)
     for name, shape in sorted(weights.shapes.items()):

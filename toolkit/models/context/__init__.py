@@ -26,7 +26,7 @@ class Context:
 
     @classmethod
     def of(cls, layout: Layout) -> "Context":
-        """A new group, as `Layout.data_rank` numbers the ranks; collective among all ranks."""
+        """A new group, as `Layout.data_rank` numbers the ranks. Collective among all ranks."""
         return cls(own_group(layout.context_groups), layout.exchange)
 
     def close(self) -> None:
@@ -81,6 +81,6 @@ class Context:
         [batch, own, heads, size], keys and values of [batch, own, groups, size] → [batch, own,
         heads, size of values].
 
-        `ends`: as `MicroBatch.ends`, of whole rows; row boundaries where a row is a document.
+        `ends`: as `MicroBatch.ends`, of whole rows. Row boundaries where a row is a document.
         """
         return ATTENTION[self.exchange](query, key, value, ends, scores, self.group)

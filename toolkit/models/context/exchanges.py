@@ -1,6 +1,6 @@
 """Which positions a context rank computes, and how ranks exchange what attention needs.
 
-A row is cut into twice as many equal runs as there are ranks; rank r computes run r and,
+A row is cut into twice as many equal runs as there are ranks. Rank r computes run r and,
 counted from the end, run r again. So the queries of all ranks see equally many keys.
 """
 
@@ -79,7 +79,7 @@ def _positions_of_some_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def own_group(groups: Sequence[list[int]]) -> dist.ProcessGroup:
-    """Make groups of ranks, which together are all ranks, and return this rank's; collective.
+    """Make groups of ranks, which together are all ranks, and return this rank's. Collective.
 
     Not `use_local_synchronization`, with which only a group's own ranks would meet: torch then
     names a group by its ranks and the number of groups that exist. The second of a name would

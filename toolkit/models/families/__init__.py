@@ -1,6 +1,6 @@
 """Model families: a config and a shape in megatron-core's terms.
 
-A family is a function; a dense one is a row of `dense.py`. Every other causal language model of
+A family is a function. A dense one is a row of `dense.py`. Every other causal language model of
 transformers trains on transformers' own model. A `config` here is a dict for which
 `check_config` found no problem.
 """
@@ -50,7 +50,7 @@ def model_spec(config: Mapping[str, object]) -> ModelSpec:
 
 
 def unsupported(config: Mapping[str, object]) -> str | None:
-    """Why megatron-core cannot compute this config exactly; None when it can."""
+    """Why megatron-core cannot compute this config exactly. None when it can."""
     if (model := _of_family(text_of(config))) is not None:
         return model.unsupported
     return _without_map(read(config))
@@ -64,7 +64,7 @@ def megatron_model(config: Mapping[str, object]) -> MegatronModel:
 
 
 def mapped(config: Mapping[str, object]) -> MegatronModel:
-    """The map of the model's tensors; its other fields are valid if nothing is
+    """The map of the model's tensors. Its other fields are valid if nothing is
     `unsupported`. Imports torch for a type that megatron-core does not support."""
     if (model := _of_family(text_of(config))) is not None:
         return model

@@ -21,7 +21,7 @@ HF_ACTIVATIONS: Mapping[str, str] = {
 
 
 def transformer_sizes(spec: ModelSpec) -> dict[str, Any]:
-    """The TransformerConfig fields that follow from a model's shape alone; no dropout."""
+    """The TransformerConfig fields that follow from a model's shape alone. No dropout."""
     fields: dict[str, Any] = {
         # megatron-core's own default is 0.1.
         "attention_dropout": 0.0,
@@ -66,7 +66,7 @@ def transformer(config: Config, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _sliding_window(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    """TransformerConfig fields of sliding-window attention; empty when no layer has it.
+    """TransformerConfig fields of sliding-window attention. Empty when no layer has it.
 
     transformers counts the query itself among the window's keys, Megatron only those
     before it.
@@ -132,7 +132,7 @@ def rope_type_of(config: Config) -> str:
 
 def frequencies_limit(config: Config) -> int | None:
     """Up to which length the rotary frequencies of transformers' model do not depend on the
-    longest sequence that it computes; None: up to any."""
+    longest sequence that it computes. None: up to any."""
     limit: int | None = config["max_position_embeddings"]
     if rope_type_of(config) == "longrope":
         named = "original_max_position_embeddings"
@@ -143,7 +143,7 @@ def frequencies_limit(config: Config) -> int | None:
 def _rotary(config: Config, spec: ModelSpec) -> dict[str, Any]:
     """GPTChunk arguments of rotary positions.
 
-    `rope_parameters` is the complete map from which transformers computes the frequencies;
+    `rope_parameters` is the complete map from which transformers computes the frequencies.
     `windowed_rope_parameters` is that of sliding layers, if they rotate differently.
     """
     arguments = {

@@ -20,22 +20,22 @@ class MegatronModel:
     """A model in megatron-core's terms, independent of layout and precision."""
 
     transformer: Mapping[str, Any]
-    """Fields of TransformerConfig as plain values; `activation_func` is the name of the
+    """Fields of TransformerConfig as plain values. `activation_func` is the name of the
     activation, a value of `HF_ACTIVATIONS`."""
     gpt: Mapping[str, Any]
-    """Arguments of GPTChunk, our GPTModel, as plain values; `vocab_size` is not padded."""
+    """Arguments of GPTChunk, our GPTModel, as plain values. `vocab_size` is not padded."""
     tensors: tuple[TensorMap, ...]
-    """Every tensor; one with `{layer}` in its name stands for one of each layer that has
+    """Every tensor. One with `{layer}` in its name stands for one of each layer that has
     it, one with `{expert}` for one of each expert."""
     parallel_residual: bool = False
-    """Attention and MLP both read the layer's input (gpt_neox); in megatron-core's own layer,
+    """Attention and MLP both read the layer's input (gpt_neox). In megatron-core's own layer,
     the MLP reads the output of attention."""
     norms: Norms = "before"
     """Where a layer has norms: before attention and MLP, on their outputs, or both."""
     norms_over_width: bool = False
     """Query and key norms are over all heads together, not over each."""
     score_cap: float | None = None
-    """c in c · tanh(score / c), the soft-capping of attention scores; None for none."""
+    """c in c · tanh(score / c), the soft-capping of attention scores. None for none."""
     eager: bool = False
     """Attention by matrix products and a softmax, not by torch's fused kernels."""
     logit_cap: float | None = None
@@ -50,12 +50,12 @@ class MegatronModel:
     logits_divisor: float = 1.0
     """Divisor of the logits."""
     padding_token: int | None = None
-    """Token whose input embedding gets no gradient; None when all are trained."""
+    """Token whose input embedding gets no gradient. None when all are trained."""
     buffers: tuple[TensorMap, ...] = ()
     """Buffers in checkpoints, in addition to the tensors, which are not trained by
     gradients."""
     unsupported: str | None = None
-    """Why megatron-core cannot compute this model exactly; None when it can. Without it, only
+    """Why megatron-core cannot compute this model exactly. None when it can. Without it, only
     the map of the tensors is valid."""
 
     def instances(self, *, buffers: bool = False) -> Iterator["Instance"]:
@@ -92,9 +92,9 @@ class Instance:
 
     tensor: TensorMap
     layer: int | None
-    """The layer in the whole model; None for one outside the layers."""
+    """The layer in the whole model. None for one outside the layers."""
     expert: int | None
-    """The expert in the whole layer; None for one outside the experts."""
+    """The expert in the whole layer. None for one outside the experts."""
 
 
 Family = Callable[[Config, ModelSpec], MegatronModel]

@@ -32,7 +32,7 @@ def dense(
 ) -> MegatronModel:
     """Llama, or a dense family with its layers, as a megatron-core GPTModel.
 
-    `interleaved`: neighbours are rotated together, not halves; `gemma`: norms of weight 1 + w,
+    `interleaved`: neighbours are rotated together, not halves. `gemma`: norms of weight 1 + w,
     and scaled embeddings.
     """
     fields = arguments.transformer(config, spec) | _score_scale(config)

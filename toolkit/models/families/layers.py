@@ -26,7 +26,7 @@ checkpoint's."""
 
 @dataclass(frozen=True)
 class Names:
-    """A checkpoint's names; by default llama's."""
+    """A checkpoint's names. By default llama's."""
 
     layer: str = "model.layers.{layer}"
     embedding: str = "model.embed_tokens"

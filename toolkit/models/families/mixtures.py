@@ -8,7 +8,7 @@ checkpoints keep those of a layer in one tensor, [in, out], gate and up in alter
 
 DeepSeek-V3's score of an expert is the sigmoid of its logit (section 2.1.2). The experts are
 chosen by score plus a correction bias, which no gradient trains, among the best groups of
-experts; the chosen ones' scores without the bias, normalised to a sum of 1 and scaled, weight
+experts. The chosen ones' scores without the bias, normalised to a sum of 1 and scaled, weight
 their outputs. Every token passes through the shared experts, too. The first layers are dense.
 """
 
@@ -54,7 +54,7 @@ def mixture(
     reasons: Iterable[str] = (),
 ) -> MegatronModel:
     """A decoder whose `layers` hold `experts`, with `fields` of them in TransformerConfig, and
-    whose other layers have an MLP; its attention is llama's unless given. `reasons`: why
+    whose other layers have an MLP. Its attention is llama's unless given. `reasons`: why
     megatron-core cannot compute it."""
     transformer, some_dense = arguments.transformer(config, spec), len(layers) < spec.layers
     attention = attention_tensors(spec) if attention is None else attention
@@ -202,7 +202,7 @@ def corrected_mixture(
     attention: Sequence[TensorMap] | None = None,
     reasons: Iterable[str] = (),
 ) -> MegatronModel:
-    """A decoder with DeepSeek-V3's experts; see `mixture`."""
+    """A decoder with DeepSeek-V3's experts. See `mixture`."""
     layers = frozenset(range(config["first_k_dense_replace"], spec.layers))
     inner = config["n_shared_experts"] * config["moe_intermediate_size"]
     fields: dict[str, Any] = {

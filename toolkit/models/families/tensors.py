@@ -27,7 +27,7 @@ class Rows:
     """Rows [start, stop) of a checkpoint tensor."""
 
     tensor: str
-    """Name in the Hugging Face checkpoint; `{layer}` and `{expert}` stand for numbers."""
+    """Name in the Hugging Face checkpoint. `{layer}` and `{expert}` stand for numbers."""
     start: int
     stop: int
     step: int = 1
@@ -43,17 +43,17 @@ class Rows:
 class TensorMap:
     """One Megatron tensor of one family.
 
-    The rows of a stack are cut into equal slices by tensor parallelism; with two stacks
+    The rows of a stack are cut into equal slices by tensor parallelism. With two stacks
     (gate and up of a gated MLP) each rank holds its slice of the first, then of the second.
     """
 
     name: str
-    """Megatron's parameter name; `{layer}` and `{expert}` stand for numbers."""
+    """Megatron's parameter name. `{layer}` and `{expert}` stand for numbers."""
     stacks: tuple[tuple[Rows, ...], ...]
-    """Rows of the whole tensor, in Megatron's order; `start` and `stop` count rows of the
+    """Rows of the whole tensor, in Megatron's order. `start` and `stop` count rows of the
     tensor as Megatron holds it, after a transposition."""
     columns: int | None
-    """Columns of the whole tensor; None for a vector."""
+    """Columns of the whole tensor. None for a vector."""
     split: Split
     transposed: bool = False
     """The checkpoint stores [in, out] (GPT-2's Conv1D) where Megatron holds [out, in]."""
@@ -61,7 +61,7 @@ class TensorMap:
     """Zeros fill the rows up to a multiple of the tensor-parallel degree (vocabulary)."""
     experts: int = 0
     """The checkpoint's tensor holds so many experts, of which each has this tensor's rows, one
-    expert after the other; 0: it is of one."""
+    expert after the other. 0: it is of one."""
     interleaved: bool = False
     """Each expert has instead this tensor's columns: expert e the columns e, e + experts, …"""
 
@@ -217,7 +217,7 @@ def by_columns(
 
 
 def gated(name: str, gate: str, up: str, rows: int, columns: int | None) -> TensorMap:
-    """Gate and up projection in one matrix; `rows` counts those of one of them.
+    """Gate and up projection in one matrix. `rows` counts those of one of them.
 
     One name twice stands for a tensor that holds gate and up one after the other.
     """
@@ -228,7 +228,7 @@ def gated(name: str, gate: str, up: str, rows: int, columns: int | None) -> Tens
 
 def gated_alternating(name: str, tensor: str, rows: int, columns: int | None) -> TensorMap:
     """Gate and up projection in one matrix, `rows` of each, of a tensor that holds them [in,
-    out] in alternating columns; a bias alternates likewise."""
+    out] in alternating columns. A bias alternates likewise."""
     gate, up = ((Rows(tensor, first, 2 * rows - 1 + first, 2),) for first in (0, 1))
     return TensorMap(name, (gate, up), columns, "rows", transposed=columns is not None)
 
@@ -244,7 +244,7 @@ def fused_qkv(
     """Query, key and value in one matrix: for each group its queries, its key, its value.
 
     `heads`: of queries and of keys, and the features of one head.
-    `tensors` name the checkpoint's q, k and v; one name three times stands for a tensor
+    `tensors` name the checkpoint's q, k and v. One name three times stands for a tensor
     that holds q, k and v one after the other (GPT-2).
     """
     (q, k, v), (count, groups, size) = tensors, heads

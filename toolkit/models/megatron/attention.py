@@ -55,7 +55,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
             config.window_size, config.window_attn_skip_freq, layer_number
         )
         self.window: int | None = config.window_size[0] if windowed else None
-        """Number of previous positions that a query sees; None for all of them."""
+        """Number of previous positions that a query sees. None for all of them."""
         self.context: Context | None = None
         """The ranks that have the keys and values of other positions."""
 
@@ -74,7 +74,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     ) -> Tensor:
         """[sequence, batch, heads, size] and keys and values of [..., groups, size] →
         [sequence, batch, heads · size]. `attention_mask`: the `MicroBatch.ends` of documents
-        that are attended to alone, or `document_masks`; None if a row is one document."""
+        that are attended to alone, or `document_masks`. None if a row is one document."""
         if attention_mask is not None and attention_mask.ndim == 1:
             return self._by_ends(query, key, value, attention_mask)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -93,7 +93,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
         return output.transpose(0, 1).flatten(2)
 
     def _mask(self, query: Tensor, masks: Tensor | None) -> Tensor | None:
-        """This layer's mask, of `document_masks` if there are any; None: all the past."""
+        """This layer's mask, of `document_masks` if there are any. None: all the past."""
         if masks is not None:
             return masks[int(self.window is not None)]
         length, window = query.shape[2], self.window
@@ -104,7 +104,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, random: float
     ) -> Tensor:
-        """[batch, heads, sequence, size] each → the same; `random`: share of dropped
+        """[batch, heads, sequence, size] each → the same. `random`: share of dropped
         weights."""
         if not self.fused:
             return products(q, k, v, mask, self.scores, random)
@@ -124,7 +124,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
 
     def _own_random_stream(self) -> AbstractContextManager[None]:
         """Context in which each tensor-parallel rank, which has different heads, draws its own
-        dropout; with sequence parallel the whole layer already does."""
+        dropout. With sequence parallel the whole layer already does."""
         random = self.dropout > 0 and self.training and not self.config.sequence_parallel
         return get_cuda_rng_tracker().fork() if random else nullcontext()
 

@@ -1,6 +1,6 @@
 """The arguments of megatron-core's model classes for one layout: plain data, no torch.
 
-Keys have megatron-core's spelling; values that are not plain there (dtypes, activation
+Keys have megatron-core's spelling. Values that are not plain there (dtypes, activation
 functions) are strings until `model.build_chunks` needs them.
 """
 

@@ -2,7 +2,7 @@
 
 megatron-core allocates on "cuda", reads CUDA's random state and waits for CUDA streams in code
 that does not need a GPU. Here those calls are redirected to the CPU: inside megatron-core's
-modules the name `torch` is a view of torch whose CUDA calls work on the CPU; torch itself is
+modules the name `torch` is a view of torch whose CUDA calls work on the CPU. torch itself is
 not changed except for `Tensor.cuda`. If CUDA is available, nothing is changed.
 """
 
@@ -23,7 +23,7 @@ _PACKAGE = "megatron.core"
 def redirect() -> None:
     """Redirect megatron-core's CUDA calls to the CPU if there is no CUDA.
 
-    Covers the modules of megatron-core imported so far; further calls cover later ones.
+    Covers the modules of megatron-core imported so far. Further calls cover later ones.
     """
     _without_transformer_engine()
     _take_norms_at_once()
@@ -185,7 +185,7 @@ def _l2_norm(
 ) -> tuple[Tensor, None]:
     """L2 norm of all tensors of the first list together: float32 [1], by pairwise sums.
 
-    torch's own fp32 norm of a large CPU tensor is wrong in the fourth digit; on CUDA, where it
+    torch's own fp32 norm of a large CPU tensor is wrong in the fourth digit. On CUDA, where it
     is exact, it needs no memory for squares.
     """
     if tensor_lists[0][0].is_cuda:
@@ -196,6 +196,6 @@ def _l2_norm(
 
 
 def _as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Split sizes as Python numbers, which gloo's all-to-all requires; other tensors stay."""
+    """Split sizes as Python numbers, which gloo's all-to-all requires. Other tensors stay."""
     del record_stream
     return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor

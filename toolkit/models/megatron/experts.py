@@ -27,7 +27,7 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         super().__init__(*arguments, **options)
         self.low_rank: dict[str, list[Any]] = {}
         """By linear layer, of each expert a module with `down`, `up` and `scaling`, whose
-        product is added; empty without adapters."""
+        product is added. Empty without adapters."""
 
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor

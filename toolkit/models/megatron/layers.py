@@ -91,7 +91,7 @@ class ParallelResidualLayer(TransformerLayer):  # type: ignore[misc]
 
 
 def scaled_add(factor: float) -> Callable[[bool, bool], Callable[..., Tensor]]:
-    """residual + factor · branch; megatron-core calls functions alone, no other callable."""
+    """residual + factor · branch. megatron-core calls functions alone, no other callable."""
 
     def choose(training: bool, fused: bool) -> Callable[..., Tensor]:
         return changed_then_added(partial(torch.mul, other=factor), training, fused)

@@ -53,13 +53,13 @@ ACTIVATIONS = {
 class GPTChunk(GPTModel):  # type: ignore[misc]
     """The layers of one pipeline chunk, with embedding and head where they belong.
 
-    megatron-core's model holds the parts; how they are called stands here.
+    megatron-core's model holds the parts. How they are called stands here.
     """
 
     described: MegatronModel
     loss_kernel: LossKernel
     context: Context | None
-    """The ranks that compute the other positions of the same rows; None: there are none."""
+    """The ranks that compute the other positions of the same rows. None: there are none."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         windowed_rope_parameters: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """`rope_parameters`: transformers' map of that name; `windowed_rope_parameters`: that
-        of layers with a window, if it differs; the others are the arguments of megatron-core's
+        """`rope_parameters`: transformers' map of that name. `windowed_rope_parameters`: that
+        of layers with a window, if it differs. The others are the arguments of megatron-core's
         model."""
         super().__init__(*arguments, **options)
         self._full, self._windowed = (
@@ -108,8 +108,8 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
         real: Tensor | None = None,
     ) -> Tensor:
         """`position_ids` None: 0, 1, 2, … in every row. `segments` and `ends` as in
-        `MicroBatch`; with `ends`, attention is computed in each document alone. `real`: bool
-        [batch, sequence], which tokens are not padding; None: the routers are not observed.
+        `MicroBatch`. With `ends`, attention is computed in each document alone. `real`: bool
+        [batch, sequence], which tokens are not padding. None: the routers are not observed.
 
         All are whole rows. With context parallel the layers compute this rank's positions, and
         attention those of all, so that every context rank has the loss of whole rows.
@@ -171,7 +171,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
     def _losses(self, hidden: Tensor, labels: Tensor | None) -> Tensor:
         """[sequence, batch, hidden] → what `forward` returns on the last stage.
 
-        With sequence parallel a rank has a contiguous range of its group's positions; then a
+        With sequence parallel a rank has a contiguous range of its group's positions. Then a
         chunk of the loss is a part of every rank's range.
         """
         if labels is None:
@@ -222,7 +222,7 @@ class GPTChunk(GPTModel):  # type: ignore[misc]
 
 
 def join_groups(layout: Layout, seed: int) -> None:
-    """Create megatron-core's process groups for a layout; collective over all ranks."""
+    """Create megatron-core's process groups for a layout. Collective over all ranks."""
     cpu.redirect()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -264,7 +264,7 @@ def build_chunks(
     gpt: Mapping[str, Any],
     layout: Layout,
 ) -> list[GPTChunk]:
-    """This rank's pipeline chunks (one without virtual stages), uninitialised; collective.
+    """This rank's pipeline chunks (one without virtual stages), uninitialised. Collective.
 
     `transformer` and `gpt` are the rendered arguments (`toolkit.models.megatron.config`) for
     `layout`. Call `join_groups` first.

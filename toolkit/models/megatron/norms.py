@@ -48,7 +48,7 @@ def local_device() -> torch.device:
 
 
 class FullWidthNorm(nn.Module):
-    """RMSNorm of queries or keys over all heads together; a rank holds some of them.
+    """RMSNorm of queries or keys over all heads together. A rank holds some of them.
 
     The mean of the squares is over the heads of all tensor-parallel ranks, forward and
     backward. Each rank holds the whole weight and multiplies with its heads' part, so the
@@ -63,7 +63,7 @@ class FullWidthNorm(nn.Module):
         self.ranks = config.tensor_model_parallel_size
         rank = parallel_state.get_tensor_model_parallel_rank()
         self.first = rank * heads // self.ranks * hidden_size
-        """Offset of this rank's first head in the weight; ranks may share a key head."""
+        """Offset of this rank's first head in the weight. Ranks may share a key head."""
         size = heads * hidden_size
         self.weight = nn.Parameter(
             torch.empty(size, device=local_device(), dtype=config.params_dtype)

@@ -14,7 +14,7 @@ def watch(
     chunks: Sequence[nn.Module], model: MegatronModel, observer: Observer
 ) -> dict[int, nn.Module]:
     """Call `observer` with the routing of this rank's chunks for batches whose padding is given
-    (`GPTChunk.forward`); return the routers by layer.
+    (`GPTChunk.forward`). Return the routers by layer.
 
     With sequence parallel this rank holds a part of the tokens of each row.
     """

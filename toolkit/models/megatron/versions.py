@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 def mlp(layers: MLPSubmodules) -> Any:
     """The specification of a dense MLP.
 
-    0.16 takes a `ModuleSpec`; later versions, which would warn of one, a function.
+    0.16 takes a `ModuleSpec`. Later versions, which would warn of one, a function.
     """
     build = getattr(MLP, "as_mlp_submodule", None)
     if build is None:
@@ -28,7 +28,7 @@ def mlp(layers: MLPSubmodules) -> Any:
 
 def without_cuda_graphs() -> dict[str, Any]:
     """The argument of `TransformerConfig` that is not the default only because 0.16 warns of
-    its own; where `cuda_graph_modules` exists, that is the name, and nothing is to be said."""
+    its own. Where `cuda_graph_modules` exists, that is the name, and nothing is to be said."""
     known = {field.name for field in fields(TransformerConfig)}
     return {} if "cuda_graph_modules" in known else {"cuda_graph_scope": []}
 

@@ -29,7 +29,7 @@ class Shard:
     """The parameter's name inside its chunk."""
     parameter: nn.Parameter
     blocks: tuple[Block, ...]
-    """Stacked, they are the parameter; rows beyond them are padding."""
+    """Stacked, they are the parameter. Rows beyond them are padding."""
     replicated: bool
     """Every tensor-parallel rank holds the same."""
     shared: bool
@@ -83,7 +83,7 @@ def tensor_place(*, of_expert: bool) -> tuple[int, int]:
 
 @torch.no_grad()
 def fill(chunks: Sequence[GPTChunk], model: MegatronModel, weights: WeightSource) -> None:
-    """Give every parameter its initial value; collective.
+    """Give every parameter its initial value. Collective.
 
     A rank reads only the rectangles that it holds. Parts that several ranks of a replica hold
     are read by one of them and broadcast, so a replica reads no byte twice.
@@ -116,7 +116,7 @@ def fill_buffers(
 
 
 def buffers(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[tuple[Tensor, Block]]:
-    """The buffers of this rank's chunks that checkpoints hold; every replica has them whole."""
+    """The buffers of this rank's chunks that checkpoints hold. Every replica has them whole."""
     maps = {tensor.name: tensor for tensor in model.buffers}
     for chunk in chunks:
         for name, buffer in chunk.named_buffers():
@@ -127,7 +127,7 @@ def buffers(chunks: Sequence[GPTChunk], model: MegatronModel) -> Iterator[tuple[
 
 
 def _write(shard: Shard, weights: WeightSource) -> None:
-    """Fill one parameter from its rectangles; padding is zero."""
+    """Fill one parameter from its rectangles. Padding is zero."""
     row = 0
     for block in shard.blocks:
         rows = len(block.row_numbers)

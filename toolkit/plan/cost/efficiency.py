@@ -20,7 +20,7 @@ class Constant(NamedTuple):
     origin: str
     """`calibrated: SOURCES`, `assumed: why`, or a document."""
     prior: float | None = None
-    """Prior value, used without measured steps; calibration starts there."""
+    """Prior value, used without measured steps. Calibration starts there."""
     spread: float = 0.0
     """Width of the prior: a standard deviation of the logarithm."""
 

@@ -15,7 +15,7 @@ class EngineCost:
     """The defaults are those of an engine that shards and casts nothing, in fp32."""
 
     fp32_states: ClassVar[bool] = True
-    """Weights that are updated, gradients and moments are fp32 at any precision; 16-bit copies
+    """Weights that are updated, gradients and moments are fp32 at any precision. 16-bit copies
     of the weights are in `buffers`."""
     sharded_weights_from: ClassVar[int] = 3
     """The ZeRO stage from which a rank updates and stores only its shard of the weights."""
@@ -30,8 +30,8 @@ class EngineCost:
     sums_whole_gradients: ClassVar[bool] = False
     """Gradients of micro batches are added to a whole fp32 sum on the device."""
     gathers_beside_forward: ClassVar[bool] = True
-    """With a sharded optimizer, gathering weights overlaps with the next step's forward pass;
-    otherwise it does not overlap."""
+    """With a sharded optimizer, gathering weights overlaps with the next step's forward pass.
+    Otherwise it does not overlap."""
     gathers_norms: ClassVar[bool] = False
     """The output of a norm under sequence parallel is kept gathered for the backward pass."""
     megatron_kernels: ClassVar[bool] = False
@@ -73,7 +73,7 @@ class EngineCost:
         return 3 * FP32_BYTES
 
     def buffers(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Bytes of buckets, gathered and cast weights in a layer's backward pass; `width` is
+        """Bytes of buckets, gathered and cast weights in a layer's backward pass. `width` is
         the compute dtype's bytes per element."""
         return 0.0
 

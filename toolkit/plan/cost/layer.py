@@ -4,7 +4,7 @@ pass, what it moves, and the shape of its product.
 What is stored follows from autograd: a matrix product keeps its input, a norm its input, an
 activation function its input, attention its query, key, value and output. In 16 bits and
 without parallelism a GPT layer keeps 34·s·b·h bytes and 5·a·s²·b for unfused attention
-(Korthikanti et al. 2022, arXiv:2205.05198, eq. 1); `tests/plan/test_memory.py` checks the
+(Korthikanti et al. 2022, arXiv:2205.05198, eq. 1). `tests/plan/test_memory.py` checks the
 paper's equations 1 to 6 against this module.
 
 Elements that move are counted one for each operand read or written: fused kernels move an
@@ -70,13 +70,13 @@ class ContextSplit(NamedTuple):
     Each rank computes two of the 2·cp equal runs of a row, one from each end, so that under a
     causal mask all have equal work (Llama 3, arXiv:2407.21783, section 3.3.2). They gather keys
     and values (`all_gather`), or send each other heads, so that each attends with a part of
-    them (`ulysses`); keys of fewer heads than ranks are repeated.
+    them (`ulysses`). Keys of fewer heads than ranks are repeated.
     """
 
     query: float
-    """Queries of its own positions; equal to attention's output."""
+    """Queries of its own positions. Equal to attention's output."""
     key: float
-    """Keys of its own positions; equal to the values."""
+    """Keys of its own positions. Equal to the values."""
     attended_key: float
     """Keys that attention keeps for its backward pass."""
     kept: float
@@ -182,7 +182,7 @@ def _norms(workload: Workload, layout: Layout) -> Iterator[Op]:
 
 
 def _attention(workload: Workload, layout: Layout) -> Iterator[Op]:
-    """Projections and rotary positions; what attention's kernel moves is in its own time."""
+    """Projections and rotary positions. What attention's kernel moves is in its own time."""
     spec, width, tokens = workload.spec, workload.width, tokens_of(workload, layout)
     split = context_split(workload, layout)
     queries, keys = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim

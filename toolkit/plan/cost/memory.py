@@ -56,7 +56,7 @@ class Memory:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """Everything on the device; the parts add up to `total`."""
+        """Everything on the device. The parts add up to `total`."""
         return terms.MEMORY.parts(self.symbols)
 
     @property
@@ -81,7 +81,7 @@ class Memory:
 
 
 def peak_memory(workload: Workload, layout: Layout, *, on_device: bool = True) -> Memory:
-    """The fullest pipeline stage; a CPU has no memory outside of the allocator.
+    """The fullest pipeline stage. A CPU has no memory outside of the allocator.
 
     Later stages hold fewer micro batches, so with equal layers only the first, the last and
     those with one layer more than it can be the fullest.
@@ -117,7 +117,7 @@ def _memory(workload: Workload, layout: Layout, share: StageShare, on_device: bo
 def _choose_moment(
     workload: Workload, layout: Layout, share: StageShare, symbols: dict[str, float]
 ) -> None:
-    """Set the buffers that are there at the peak; the parts that are not are 0."""
+    """Set the buffers that are there at the peak. The parts that are not are 0."""
     cost, width = workload.cost, workload.width
     activations, workspace = symbols["activations"], symbols["workspace"]
     logits = symbols["logits"] if share.stage == layout.pp - 1 else 0.0
@@ -186,7 +186,7 @@ def _activation_symbols(
 
 
 def layers_stored(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """How many layers of a stage keep what their recompute says; the others keep everything."""
+    """How many layers of a stage keep what their recompute says. The others keep everything."""
     division = layout.pp, layout.vpp, layout.stages
     recomputed = recomputed_of_stages(layout.recompute, workload.spec.layers, *division)
     return recomputed[share.stage]
@@ -291,7 +291,7 @@ def _padding(workload: Workload, ranks: int) -> float:
 
 
 def _fullest_shares(workload: Workload, layout: Layout) -> list[StageShare]:
-    """Of the stages that can be the fullest: first, last, and the first with most layers; all
+    """Of the stages that can be the fullest: first, last, and the first with most layers. All
     where a layout divides layers by itself."""
     counts = layers_of_stages(workload.spec.layers, *layout.division)
     found = {0, counts.index(max(counts)), layout.pp - 1}
@@ -361,7 +361,7 @@ def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
 
 @lru_cache(maxsize=4096)
 def micro_batch_symbols(workload: Workload, layout: Layout) -> Mapping[str, float]:
-    """Symbols that one micro batch has on every stage; see `of_micro_batch`."""
+    """Symbols that one micro batch has on every stage. See `of_micro_batch`."""
     spec, width, tp = workload.spec, workload.width, layout.tp
     layer = layer_activations(workload, layout)
     tokens = tokens_of(workload, layout)
@@ -394,7 +394,7 @@ def _logits(workload: Workload, loss: LossKernel, tokens: int, tp: int) -> tuple
     gradient over the chunks.
 
     Liger's kernel (`fused_linear_cross_entropy.py`) takes as many tokens at a time as have no
-    more logits than the micro batch has hidden values, up to a power of two; logits become
+    more logits than the micro batch has hidden values, up to a power of two. Logits become
     their gradient, once more times that of each token.
     """
     spec, width = workload.spec, workload.width
@@ -409,7 +409,7 @@ def _logits(workload: Workload, loss: LossKernel, tokens: int, tp: int) -> tuple
 def _bytes_per_logit(workload: Workload, tp: int) -> int:
     """Bytes of logits and loss at their peak, per logit.
 
-    A fused kernel holds logits and gradients; otherwise the model or the engine decides.
+    A fused kernel holds logits and gradients. Otherwise the model or the engine decides.
     """
     width = workload.width
     if workload.fused_loss:
@@ -430,7 +430,7 @@ def offloaded_bytes(
     partition of the first stage.
 
     ZeRO-Offload (arXiv:2101.06840, section 4.1) updates on the CPU: it holds the optimizer
-    states and fp32 gradients, and pinned copies of the 16-bit weights it sends back; FSDP
+    states and fp32 gradients, and pinned copies of the 16-bit weights it sends back. FSDP
     sends the fp32 weights themselves. With NVMe (ZeRO-Infinity, arXiv:2104.07857) gradients
     stay in memory, too, and buffers of `ds_configs` remain.
     """

@@ -1,7 +1,7 @@
 """Seconds of a layer's operators on one rank, by roofline, from their shapes.
 
 The time of a matrix product is its FLOPs at a rate that depends on its shape, or its bytes at
-the memory bandwidth; elementwise operators are limited by their bytes. Collectives are not
+the memory bandwidth. Elementwise operators are limited by their bytes. Collectives are not
 included.
 """
 
@@ -105,7 +105,7 @@ def _matmul_flops(gpu: Gpu, precision: CostPrecision, efficiency: Efficiency) ->
 
 def attention_kernel(gpu: Gpu, workload: Workload) -> str:
     """Megatron with Transformer Engine (which also fuses elementwise operators) has kernels
-    written for each generation since Hopper; PyTorch runs FlashAttention-2 on all of them, or
+    written for each generation since Hopper. PyTorch runs FlashAttention-2 on all of them, or
     cuDNN's, and its memory-efficient kernel where a mask isolates documents."""
     if workload.document_mask and gpu.generation in ("ampere", "hopper"):
         return f"{gpu.generation}.mask"
@@ -157,7 +157,7 @@ def _attention_s(workload: Workload, layout: Layout, device: Device) -> tuple[fl
 def _fused_attention_s(
     workload: Workload, layout: Layout, device: Device
 ) -> tuple[float, float]:
-    """FlashAttention: no scores in memory; the masked half is skipped, unless by a mask of
+    """FlashAttention: no scores in memory. The masked half is skipped, unless by a mask of
     documents.
 
     The backward pass computes five products where the forward pass computes two
@@ -189,7 +189,7 @@ def _mean_keys(spec: ModelSpec, sequence: int) -> float:
 def layer_symbols(workload: Workload, layout: Layout, device: Device) -> dict[str, float]:
     """Seconds of a layer's passes for one micro batch by kind, the FLOPs of their products, and
     which shares of the forward pass the backward pass repeats. The backward pass reaches only
-    some layers where the first ones are frozen; in a pipeline, the slowest stage has none of
+    some layers where the first ones are frozen. In a pipeline, the slowest stage has none of
     these."""
     plain = Layout(
         tp=layout.tp, cp=layout.cp, ep=layout.ep, exchange=layout.exchange,
@@ -227,7 +227,7 @@ def _repeated(workload: Workload, layout: Layout) -> Mapping[str, float]:
 
 @lru_cache(maxsize=1 << 15)
 def _passes(workload: Workload, layout: Layout, device: Device) -> dict[str, float]:
-    """Seconds of both passes by kind, and FLOPs; the mean over layers."""
+    """Seconds of both passes by kind, and FLOPs. The mean over layers."""
     share = workload.spec.moe_layers / workload.spec.layers
     kinds = [
         (weight, _passes_of(workload, layout, device, experts=experts))
@@ -300,10 +300,10 @@ def _kernels(workload: Workload, layout: Layout, products: list[int]) -> float:
 
 
 def head_symbols(workload: Workload, layout: Layout, device: Device) -> dict[str, float]:
-    """Seconds of both passes of logits and loss; in chunks, the backward pass repeats the
+    """Seconds of both passes of logits and loss. In chunks, the backward pass repeats the
     forward pass.
 
-    Per logit and pass: a fused loss reads and writes it once; otherwise it is cast to fp32, and
+    Per logit and pass: a fused loss reads and writes it once. Otherwise it is cast to fp32, and
     maximum, exponential, sum and logarithm each read or write it.
     """
     spec, tokens = workload.spec, tokens_of(workload, layout)

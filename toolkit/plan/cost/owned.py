@@ -47,7 +47,7 @@ def replicated(layout: Layout) -> bool:
 def owner_updates(
     config: Mapping[str, object], freeze: Sequence[str], optimizer: OptimizerSection
 ) -> OwnerUpdates | None:
-    """The tensors of a model with this config; None with AdamW."""
+    """The tensors of a model with this config. None with AdamW."""
     whole = optimizer.kind.whole
     if whole is None:
         return None
@@ -63,7 +63,7 @@ def owner_updates(
 
 
 def _shapes(config: Mapping[str, object]) -> dict[str, Shape]:
-    """Every checkpoint tensor; a transposed one as megatron-core holds it."""
+    """Every checkpoint tensor. A transposed one as megatron-core holds it."""
     found: dict[str, Shape] = {}
     for instance in mapped(config).instances():
         tensor = instance.tensor

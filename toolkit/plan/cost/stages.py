@@ -23,7 +23,7 @@ class StageShare(NamedTuple):
     output: float
     """Parameters of the output head, also if tied to the embedding."""
     frozen: "StageShare | None" = None
-    """The frozen part of these; None: everything trains."""
+    """The frozen part of these. None: everything trains."""
 
     @property
     def trained(self) -> "StageShare":
@@ -81,7 +81,7 @@ def stage_share(
 ) -> StageShare:
     """The share of one rank of pipeline rank `stage`.
 
-    Norms, routers and learned positions are replicated on every tensor-parallel rank; an expert
+    Norms, routers and learned positions are replicated on every tensor-parallel rank. An expert
     is whole on its rank with expert parallel, otherwise split like a dense MLP. `stages`: as of
     `stage_layers`.
     """

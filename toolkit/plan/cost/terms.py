@@ -2,8 +2,8 @@
 
 A row's text is compiled once and is the computation: its value, what `dmt plan --explain`
 prints and the bars are the same row. `memory.py` and `time.py` count the symbols that rows
-start from; the value of a row is a symbol of those below it. Names end with the unit:
-`x_bytes`, `x_s`, `x_bytes_per_s`; parts of the memory are in bytes, of the step in seconds.
+start from. The value of a row is a symbol of those below it. Names end with the unit:
+`x_bytes`, `x_s`, `x_bytes_per_s`. Parts of the memory are in bytes, of the step in seconds.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Term(NamedTuple):
     """In Python's syntax over symbols."""
     source: str = ""
     part: str = ""
-    """The part of the memory or of the step that it is; empty for a symbol of other rows."""
+    """The part of the memory or of the step that it is. Empty for a symbol of other rows."""
 
     @property
     def names(self) -> list[str]:
@@ -69,7 +69,7 @@ class Formulas:
 def _derivation(
     term: Term, rows: Mapping[str, Term], symbols: Mapping[str, float]
 ) -> dict[str, Any]:
-    """One row; symbols that are rows are derived in turn, but not parts, sums of parts and
+    """One row. Symbols that are rows are derived in turn, but not parts, sums of parts and
     zeros."""
     shown: dict[str, Any] = {name: symbols[name] for name in term.names}
     for name, value in shown.items():

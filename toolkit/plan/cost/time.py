@@ -1,6 +1,6 @@
 """The symbols of one training step's time: what every rank computes, sends and waits for.
 
-A pipeline is as fast as its busiest stage; the others wait for it (the bubble). Closed forms
+A pipeline is as fast as its busiest stage. The others wait for it (the bubble). Closed forms
 throughout (`terms.STEP`): no loop over layers or micro batches.
 """
 
@@ -37,7 +37,7 @@ class StepTime:
 
     @cached_property
     def parts(self) -> dict[str, float]:
-        """A step by part; the parts add up to `total_s`."""
+        """A step by part. The parts add up to `total_s`."""
         return terms.STEP.parts(self.symbols)
 
     @cached_property
@@ -61,7 +61,7 @@ class StepTime:
         return self.tokens_per_s / self.setup.layout.world
 
     def utilization(self) -> float | None:
-        """MFU; None where the device's peak is unknown."""
+        """MFU. None where the device's peak is unknown."""
         symbols = self.of_peak()
         return None if symbols is None else terms.UTILIZATION.evaluate(symbols)["utilization"]
 

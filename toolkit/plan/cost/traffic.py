@@ -134,7 +134,7 @@ def data_traffic(
 
     ZeRO-3 and FSDP gather a layer's weights for each pass of every micro batch, one layer
     ahead, and reduce its gradients. Otherwise gradients are reduced once per step beside the
-    last backward pass, in stage 2, where they are never whole, every time; with a sharded
+    last backward pass, in stage 2, where they are never whole, every time. With a sharded
     optimizer, weights are then gathered beside the first forward pass (DeepSpeed: before it).
     Replicas of the shards sum their gradients once per step.
     """

@@ -47,7 +47,7 @@ class Workload:
     FlashAttention-2 and those that came after it."""
     fused_elementwise: bool = True
     """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
-    fusions, torch.compile); otherwise each reads and writes memory."""
+    fusions, torch.compile). Otherwise each reads and writes memory."""
     fused_glu: bool = False
     """Of what else runs as single operators, a gated activation function is one kernel, which
     keeps only its input."""
@@ -57,7 +57,7 @@ class Workload:
     grouped_experts: bool = False
     """Products of all experts at once."""
     reduce_bytes: float | None = None
-    """Bytes per gradient element on the wire; None: 4, every engine's own choice."""
+    """Bytes per gradient element on the wire. None: 4, every engine's own choice."""
     keeps_sent: bool = False
     """The interleaved schedule keeps sent outputs until the backward pass, which does not need
     their values: gloo would send what takes their place."""
@@ -92,7 +92,7 @@ class Workload:
 
     @cached_property
     def width(self) -> int:
-        """Bytes of an activation element; fp8 layers pass bf16 to each other."""
+        """Bytes of an activation element. fp8 layers pass bf16 to each other."""
         return FP32_BYTES if self.precision == "fp32" else 2
 
     @cached_property

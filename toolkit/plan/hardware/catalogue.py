@@ -57,12 +57,12 @@ class Surroundings:
     """Local disks of one node."""
     link_domain: int | None = None
     """Accelerators that `node_link` joins where it reaches across nodes (72 in a GB200
-    NVL72 rack); None: those of one node."""
+    NVL72 rack). None: those of one node."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One accelerator. Peaks are dense (no structured sparsity), in FLOP/s; None where
+    """One accelerator. Peaks are dense (no structured sparsity), in FLOP/s. None where
     the device has no such unit (or, for `cpu`, where no figure is stated)."""
 
     name: str
@@ -72,7 +72,7 @@ class Gpu:
     fp32: float | None = None
     """fp32 inputs, multiplied exactly (no TF32)."""
     tf32: float | None = None
-    """fp32 inputs, rounded to TF32 in the tensor cores; off unless the user asks for it."""
+    """fp32 inputs, rounded to TF32 in the tensor cores. Off unless the user asks for it."""
     fp16: float | None = None
     bf16: float | None = None
     fp8: float | None = None
@@ -82,16 +82,16 @@ class Gpu:
     """Decides which attention kernels there are."""
     like: str | None = None
     """The catalogue's accelerator whose shares of a peak hold for this one too, where it is a
-    user's own; None: its own."""
+    user's own. None: its own."""
     measured: "Gpu | None" = None
     """Speeds that were measured on this machine, in the fields of the peaks."""
     usual: Surroundings | None = None
     """What it is usually built into."""
 
     def peak_flops(self, precision: str) -> float | None:
-        """Peak dense FLOP/s for a recipe's `training.precision`; None when there is none.
+        """Peak dense FLOP/s for a recipe's `training.precision`. None when there is none.
 
-        `precision`: fp32, bf16, fp16 or fp8; another name is a KeyError.
+        `precision`: fp32, bf16, fp16 or fp8. Another name is a KeyError.
         """
         return {"fp32": self.fp32, "fp16": self.fp16, "bf16": self.bf16, "fp8": self.fp8}[
             precision
@@ -188,7 +188,7 @@ GPUS: Mapping[str, Gpu] = {entry.name: entry for entry in _listed()}
 
 
 def name_of_device(device: str) -> str:
-    """The catalogue's name of a device that calls itself e.g. `NVIDIA A100-SXM4-40GB`; the
+    """The catalogue's name of a device that calls itself e.g. `NVIDIA A100-SXM4-40GB`. The
     device's own where the catalogue has none like it."""
     return next((row[0] for row in _ROWS if re.search(row[1], device.lower())), device)
 

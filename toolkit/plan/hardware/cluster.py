@@ -80,7 +80,7 @@ def usual_cluster(where: ClusterSection) -> Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster of a short form: `4x8xh100-80gb` is 4 nodes of 8; `8xh200` one node of 8.
+    """The cluster of a short form: `4x8xh100-80gb` is 4 nodes of 8. `8xh200` one node of 8.
 
     Raises PlanError naming what is wrong with the text.
     """

@@ -41,7 +41,7 @@ class GpuSection(Section):
     """An accelerator that is not in the hardware catalogue, described by the closest one."""
 
     like: NonEmpty
-    """Name in the catalogue; its values are used for everything that is not set."""
+    """Name in the catalogue. Its values are used for everything that is not set."""
     name: NonEmpty | None = None
     """Name to show."""
     memory_gib: PositiveFloat | None = None
@@ -53,7 +53,7 @@ class GpuSection(Section):
 
 
 GPU_NAME, GPU_MAP = "(name)", "(map)"
-"""pydantic's names of the two forms of `gpu`; error texts do not show them."""
+"""pydantic's names of the two forms of `gpu`. Error texts do not show them."""
 
 
 GpuChoice: TypeAlias = Annotated[
@@ -80,7 +80,7 @@ class MeasuredSection(Section):
 
 
 class ClusterFile(Section):
-    """Every key of the file; bandwidths are each way."""
+    """Every key of the file. Bandwidths are each way."""
 
     name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
     nodes: Degree

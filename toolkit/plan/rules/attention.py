@@ -32,7 +32,7 @@ def kernel(job: PlanRequest) -> AttentionKernel:
 def choice(job: PlanRequest) -> tuple[AttentionKernel, str]:
     """The kernel, and why.
 
-    `auto`: the one for lengths where documents are isolated; otherwise cuDNN's where it is
+    `auto`: the one for lengths where documents are isolated. Otherwise cuDNN's where it is
     faster, which is known for Hopper (an H100 here: 1.7 to 2.0 times FlashAttention-2 for 8,192
     tokens and more, docs/how-it-is-tested.md; slower on Ampere and Blackwell,
     huggingface/transformers#48163). With context parallel it is the one for lengths, which
@@ -53,7 +53,7 @@ def choice(job: PlanRequest) -> tuple[AttentionKernel, str]:
 
 
 def _does_not_pay(job: PlanRequest, kernel: AttentionKernel) -> str:
-    """Why `auto` does not choose a kernel that would run; empty where it does."""
+    """Why `auto` does not choose a kernel that would run. Empty where it does."""
     gpu = accelerator(job.cluster.gpu)
     if kernel == "cudnn" and gpu.generation != "hopper":
         return f"it is known to be the fastest on Hopper only, and this is {gpu.name}"
@@ -140,7 +140,7 @@ def _objections(job: PlanRequest, kernel: str, model: ModelName = "hf") -> Itera
 
 
 def _lengths_objections(job: PlanRequest, model: ModelName = "hf") -> Iterator[str]:
-    """Why the kernel for documents of different lengths does not compute this attention; on
+    """Why the kernel for documents of different lengths does not compute this attention. On
     CPUs, where there is none, documents are attended to one after the other."""
     config, on_cpu = job.config, job.cluster.gpu == "cpu"
     spread = is_above_one(job.parallel.context)  # then a build compares, whatever the type

@@ -32,7 +32,7 @@ def compiled(job: PlanRequest, pair: Pair, stage: Stage) -> CompiledParts:
 
 
 def compile_objection(job: PlanRequest, pair: Pair, stage: Stage) -> str:
-    """Why `auto` compiles nothing in a ZeRO stage of a pair; empty if it compiles."""
+    """Why `auto` compiles nothing in a ZeRO stage of a pair. Empty if it compiles."""
     device = accelerator(job.cluster.gpu)
     if why := _uncompilable(job, pair, stage):
         return why
@@ -85,7 +85,7 @@ def fused(job: PlanRequest, pair: Pair) -> FusedKernels:
 
 
 def fused_objection(job: PlanRequest, pair: Pair) -> str:
-    """Why `auto` fuses nothing on a pair; empty if it fuses."""
+    """Why `auto` fuses nothing on a pair. Empty if it fuses."""
     if why := _not_by_megatron(job, pair):
         return why
     on_cpu = accelerator(job.cluster.gpu).generation == "cpu"
@@ -200,7 +200,7 @@ def _uneven_blocks(job: PlanRequest, _: Pair) -> bool:
 # number of experts. Grouped products are faster on every device, also where they are a loop.
 
 GROUPED = ("hopper", "blackwell")
-"""Of which CUTLASS has the grouped product, in bf16 alone (GroupedMM.cu); elsewhere torch
+"""Of which CUTLASS has the grouped product, in bf16 alone (GroupedMM.cu). Elsewhere torch
 computes group after group and waits for the offsets."""
 WITHOUT = ("rtx5090",)
 """Of them, those with compute capability 12, not 10."""
@@ -221,7 +221,7 @@ def expert_products(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> 
 
 
 def experts_objection(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str:
-    """Why `auto` groups nothing in a settled layout; empty where it does."""
+    """Why `auto` groups nothing in a settled layout. Empty where it does."""
     if why := _ungroupable(job, pair, parallel):
         return why
     if pair.model == "hf":

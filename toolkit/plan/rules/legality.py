@@ -27,7 +27,7 @@ _LIMITED = (*(one.setting for one in DEGREES if one.key), "replicate")
 
 
 class Rule(NamedTuple):
-    """What a pair of engine and model, or any, cannot do; texts are formats of the job `j`, the
+    """What a pair of engine and model, or any, cannot do. Texts are formats of the job `j`, the
     pair `p`, the stated `value` and what `refuses` returns, `why`."""
 
     key: str
@@ -112,7 +112,7 @@ NEEDS = (
 
 
 def degree(stated: int | str) -> int:
-    """A stated degree; the least that `auto` may become."""
+    """A stated degree. The least that `auto` may become."""
     return stated if isinstance(stated, int) else 1
 
 
@@ -165,7 +165,7 @@ def precisions(parallel: ParallelSection) -> list[Precision]:
 def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
     """The ZeRO stages in which `pair` supports the requested offload, lowest first.
 
-    Only the requested one if `parallel` states it; at least one if `problems` finds none.
+    Only the requested one if `parallel` states it. At least one if `problems` finds none.
     """
 
     def in_stage(stage: Stage) -> Intent:
@@ -181,7 +181,7 @@ def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:
 def problems(parallel: ParallelSection, cluster: ClusterSection) -> list[Problem]:
     """Everything illegal about the intent.
 
-    Keys are full dotted paths; file and line are left to the caller.
+    Keys are full dotted paths. File and line are left to the caller.
     """
     found = [*broken(NEEDS, Intent(parallel))]
     wrong = {problem.key for problem in found}
@@ -208,7 +208,7 @@ def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | N
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of `number` that are legal degrees, ascending; none of 0."""
+    """The divisors of `number` that are legal degrees, ascending. None of 0."""
     return [degree for degree in range(1, min(number, ANY) + 1) if number % degree == 0]
 
 
@@ -260,7 +260,7 @@ def _matches(parallel: ParallelSection, pair: Pair) -> bool:
 
 
 def _violations(parallel: ParallelSection, pair: Pair) -> list[Problem]:
-    """The settings that this pair does not support; `auto` suits every pair."""
+    """The settings that this pair does not support. `auto` suits every pair."""
     support, found = table()[pair], dict[str, Problem]()
     instead = "".join(
         f", or set parallel.{name} to auto"

@@ -1,6 +1,6 @@
 """Rules about a model's shape and batch: those of megatron-core, checked before it runs.
 
-`toolkit.plan.rules.legality` decides what a pair of engine and model supports; here, whether
+`toolkit.plan.rules.legality` decides what a pair of engine and model supports. Here, whether
 this model can be split that way. Every rule names the line of megatron-core 0.16 that would
 stop the run or silently compute wrong results.
 """
@@ -24,7 +24,7 @@ from toolkit.plan.rules.legality import Rule, broken, degree
 
 def exceeded_positions(config: Mapping[str, object], length: int) -> int | None:
     """The number of positions that this model was made for, if sequences are longer and its
-    rotary frequencies are not scaled; otherwise None."""
+    rotary frequencies are not scaled. Otherwise None."""
     spec = model_spec(config)
     if spec.learned_positions or length <= spec.max_positions:
         return None
@@ -51,7 +51,7 @@ def able_pairs(job: PlanRequest) -> list[Pair]:
 def problems(job: PlanRequest) -> list[Problem]:
     """Why no pair can train this model as asked.
 
-    The problems are those of the nearest of the legal pairs. Keys are full dotted paths; file
+    The problems are those of the nearest of the legal pairs. Keys are full dotted paths. File
     and line are left to the caller.
     """
     asked = legality.pairs(job.parallel, job.training.precision)

@@ -1,4 +1,4 @@
-"""Runs one rank of a run directory on a fake GPU; writes its peak as JSON.
+"""Runs one rank of a run directory on a fake GPU. Writes its peak as JSON.
 
     python -m toolkit.rehearse.gpu RUN_DIR RANK OUTPUT
 

@@ -67,7 +67,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._held: Any = WeakIdKeyDictionary()
         """By the storage, while it is alive."""
         self._start = 0
-        """The number of the first event that `peak` looks at; 0 before any step."""
+        """The number of the first event that `peak` looks at. 0 before any step."""
         self._names: Any = weakref.WeakKeyDictionary()
         self._modules: list[nn.Module] = []
         """Modules whose forward passes are running, the innermost last."""
@@ -192,7 +192,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append((more, held))
 
     def _label(self, func: Any) -> tuple[str, str] | None:
-        """Kind and place of what is allocated now; None for what has a shape only."""
+        """Kind and place of what is allocated now. None for what has a shape only."""
         code, inside = _code_location()
         if _SHAPES in inside:
             return None
@@ -206,7 +206,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return OTHER, code
 
     def _place(self) -> str:
-        """The current module; outside of all modules, the code location."""
+        """The current module. Outside of all modules, the code location."""
         if not self._modules:
             return _code_location()[0]
         module = self._modules[-1]
@@ -239,7 +239,7 @@ def _code_location() -> tuple[str, set[str]]:
 
 def _result(func: Any, args: Any, kwargs: Any, routed: float) -> Any:
     """The result of an operator: a number is 1, and a flag, whether something is wrong, is
-    False; a mask selects `routed` of the elements, as that of the experts that get a token
+    False. A mask selects `routed` of the elements, as that of the experts that get a token
     does."""
     if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
         kind = args[0].dtype
@@ -259,7 +259,7 @@ def _result(func: Any, args: Any, kwargs: Any, routed: float) -> Any:
 
 
 def _one_by_one(operator: Any) -> Callable[..., Any]:
-    """What does the same with each pair of tensors; fake tensors know no coalesced operator."""
+    """What does the same with each pair of tensors. Fake tensors know no coalesced operator."""
 
     def run(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *options: Any) -> Any:
         for pair in zip(outputs, inputs, strict=True):

@@ -69,7 +69,7 @@ def _within(stream: Idle | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def pretend() -> FakeTensorMode:
-    """Make torch report a GPU; returns the mode under which its tensors are fake. Engines are
+    """Make torch report a GPU. Returns the mode under which its tensors are fake. Engines are
     imported afterwards."""
     os.environ["DS_ACCELERATOR"] = GPU.type
     _have_cuda()
@@ -222,7 +222,7 @@ def _have_accelerator() -> None:
 
 
 def _nothing() -> Callable[..., None]:
-    """A function that does nothing; torch.compile wants each name to have its own."""
+    """A function that does nothing. torch.compile wants each name to have its own."""
     return lambda *_, **__: None
 
 
@@ -232,7 +232,7 @@ def join(rank: int, world: int) -> None:
 
 
 def _send_nothing() -> None:
-    """Groups of torch's fake backend; objects are as if every rank had the same."""
+    """Groups of torch's fake backend. Objects are as if every rank had the same."""
     create: Any = distributed_c10d.new_group
 
     def new_group(*arguments: Any, **options: Any) -> Any:
@@ -270,7 +270,7 @@ def import_engine(engine: str) -> None:
 def answer_libraries() -> None:
     """Replace functions of the imported libraries that need elements or other ranks.
 
-    Each of megatron-core's experts gets the same number of tokens; DeepSpeed's ranks, which
+    Each of megatron-core's experts gets the same number of tokens. DeepSpeed's ranks, which
     compare the order of their layers, agree.
     """
     for module, name, value in (
@@ -286,7 +286,7 @@ def answer_libraries() -> None:
 
 
 def _counts(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """What the dispatcher's tensor would hold; see its `preprocess` for their meaning."""
+    """What the dispatcher's tensor would hold. See its `preprocess` for their meaning."""
     del as_numpy, record_stream
     if not torch.is_tensor(tensor):
         return tensor

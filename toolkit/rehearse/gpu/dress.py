@@ -77,7 +77,7 @@ class DressRehearsal:
     def of(
         cls, planned: Assignment, ranks: Sequence[int] = (), cluster: Cluster | None = None
     ) -> "DressRehearsal":
-        """Rehearse `ranks`; without any, the first rank of each pipeline stage. `cluster`: by
+        """Rehearse `ranks`. Without any, the first rank of each pipeline stage. `cluster`: by
         default, the recipe's own.
 
         Raises RecipeError for ranks that the layout does not have, for a recipe that is
