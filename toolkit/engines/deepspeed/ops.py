@@ -61,7 +61,7 @@ TOOLS = (CPP, "ninja", HEADERS, "libaio")
 """What building an op may need, besides CUDA's compiler."""
 
 ON_GPU = ("fused_adam", "async_io", "quantizer")
-"""Ops that are built against CUDA; CPU ops never are."""
+"""Ops that are built against CUDA. CPU ops never are."""
 
 _POLL_S = 0.2
 _TURN, _BUILT = "dmt-building", "dmt-built"
@@ -125,7 +125,7 @@ def build(
     """Build those of `ops` that are not built yet, calling `report` for each.
 
     Waits for another process that builds the same op. Raises BackendUnavailable when a build
-    fails or takes longer than `limit_s` seconds; its log is kept and named. So it does
+    fails or takes longer than `limit_s` seconds. Its log is kept and named. So it does
     where the folder cannot be written to.
     """
     for op in compiled_at_start(ops) if ops else ():
@@ -154,7 +154,7 @@ def use_own_folder() -> Path:
     """Let torch build and find ops of this environment in a folder of their own: torch compiles
     again at the first use what was compiled for another one.
 
-    For this process and its children; returns the folder. Raises as `private_folder` does.
+    For this process and its children. Returns the folder. Raises as `private_folder` does.
     """
     built_for = f"torch {version('torch')}, deepspeed {version('deepspeed')}, {sys.prefix}"
     name = f"dmt-{sha256(built_for.encode()).hexdigest()[:16]}"
@@ -268,14 +268,14 @@ def missing_tools(ops: Sequence[str]) -> Iterator[Missing]:
 
 
 def cuda_compiler() -> str | None:
-    """CUDA's compiler, found as `torch.utils.cpp_extension` finds it; None if missing."""
+    """CUDA's compiler, found as `torch.utils.cpp_extension` finds it. None if missing."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     found = shutil.which("nvcc") if home is None else None
     return found or shutil.which(Path(home or "/usr/local/cuda") / "bin" / "nvcc")
 
 
 def _libaio_links(compiler: Sequence[str]) -> bool:
-    """Whether a program against libaio compiles; CFLAGS and LDFLAGS count, as in DeepSpeed."""
+    """Whether a program against libaio compiles. CFLAGS and LDFLAGS count, as in DeepSpeed."""
     flags = [shlex.split(os.environ.get(name, "")) for name in ("CFLAGS", "LDFLAGS")]
     command = [*compiler, "-x", "c++", "-", *flags[0], *flags[1], "-laio", "-o", os.devnull]
     result = subprocess.run(
@@ -285,9 +285,9 @@ def _libaio_links(compiler: Sequence[str]) -> bool:
 
 
 def _build(op: str, turn: IO[bytes], limit_s: float) -> None:
-    """Compile one op in a separate process; its log is removed only on success.
+    """Compile one op in a separate process. Its log is removed only on success.
 
-    The build of a launcher that is stopped goes on, and the next run finds it; Ctrl-C ends
+    The build of a launcher that is stopped goes on, and the next run finds it. Ctrl-C ends
     both.
     """
     descriptor, name = tempfile.mkstemp(prefix=f"dmt-build-{op}-", suffix=".log")
