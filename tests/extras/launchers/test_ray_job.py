@@ -111,7 +111,7 @@ def test_an_agent_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_lost_agents_are_started_again_so_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, fewest: int, code: int
 ) -> None:
-    """RayMachine 1 is lost twice; then an agent says how the run ended."""
+    """Machine 1 is lost twice; then an agent says how the run ended."""
     ends = iter([RayError("node died\nof what"), RayError("again"), 75])
     started: list[int] = []
     signals = StopSignals()
@@ -142,25 +142,50 @@ def test_lost_agents_are_started_again_so_often(
     assert kinds == {"warning" if fewest == 1 else "failure"}
 
 
-@pytest.mark.parametrize("placed", [True, False])
-def test_a_stop_reaches_every_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placed: bool
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ([], 75),
+        ([75, 75], 75),
+        ([75, 4], 4),
+        ([75, RayError("lost")], 75),
+        ([RayError("lost"), 75], 75),
+    ],
+)
+def test_a_stop_reaches_every_agent_and_each_may_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: list[Any], code: int
 ) -> None:
     """None is started again then; Ray may have had no room for any."""
+
+    def wait(waiting: list[Any], **_: object) -> tuple[list[Any], list[Any]]:
+        if not ends:
+            return [], waiting
+        return (waiting if waiting[0][0] == "stop" else waiting[:1]), []
+
+    def get(ended: tuple[str, int]) -> int:
+        if isinstance(end := ends[ended[1]], RayError):
+            raise end
+        return int(end)
+
+    monkeypatch.setattr("ray.wait", wait)
+    monkeypatch.setattr("ray.get", get)
     asked: list[int] = []
-    ready = [["stop"] * placed, ["run"], ["run"]]
-    monkeypatch.setattr("ray.wait", lambda *_, **__: (ready.pop(0), []))
-    monkeypatch.setattr("ray.get", lambda _: 75)
     signals = StopSignals()
     signals.stop_requested = True
 
     def start(number: int) -> Any:
-        stop = SimpleNamespace(remote=lambda: asked.append(number))
-        return SimpleNamespace(run=SimpleNamespace(remote=lambda: "run"), stop=stop)
+        def stop() -> tuple[str, int]:
+            asked.append(number)
+            return "stop", number
+
+        return SimpleNamespace(
+            run=SimpleNamespace(remote=lambda: ("run", number)),
+            stop=SimpleNamespace(remote=stop),
+        )
 
     run = RunDirectory(tmp_path)
-    assert ray_job._run_agents(start, 2, 2, 1, run, signals) == 75
-    assert asked == [0, 1] and len(ready) == (1 if placed else 2)
+    assert ray_job._run_agents(start, 2, 2, 1, run, signals) == code
+    assert asked == [0, 1]
 
 
 def test_an_agent_needs_all_its_gpus_on_one_machine(

@@ -232,28 +232,34 @@ def _run_agents(
     signals: StopSignals,
 ) -> int:
     """Start an agent for each machine, and again what is lost, `max_restarts` times in all.
-    Then give up if fewer than `fewest` are left. A request to stop is passed on once."""
+    Then give up if fewer than `fewest` are left. A request to stop is passed on once. All that
+    have a place may save then, whichever ends first."""
     import ray
 
     agents = {number: start(number) for number in range(machines)}
     running = {agent.run.remote(): number for number, agent in agents.items()}
-    asked: list[Any] = []
+    asked: dict[Any, int] = {}
+    stopped = False
+    """Whether one has ended as it was asked to; it may have waited for a place."""
     while True:
         if signals.stop_requested and not asked:
-            asked = [agent.stop.remote() for agent in agents.values()]
+            asked = {agents[number].stop.remote(): number for number in running.values()}
             # Those for which Ray has no room never answer.
-            if not ray.wait(asked, num_returns=1, timeout=ORPHAN_GRACE_S)[0]:
+            if not ray.wait([*asked], num_returns=1, timeout=ORPHAN_GRACE_S)[0]:
                 tell(_NOT_TRAINING)
                 return EXIT_RESUMABLE
         ended, others = ray.wait([*running], num_returns=1, timeout=_POLL_S)
         if not ended:
             continue
         number = running.pop(ended[0])
+        answered = ray.wait([*asked], num_returns=len(asked), timeout=0)[0] if asked else []
+        saving = {asked[one] for one in answered} & {*running.values()}
         try:
             code: int = ray.get(ended[0])
         except ray.exceptions.RayError as error:
             reason = f"machine {number}: {_first_line(getattr(error, 'cause', error))}"
-            if len(running) >= fewest:  # which train, perhaps since before Ray knew of this
+            if len(running) >= fewest or saving or stopped:
+                # The others train or save, perhaps since before Ray knew of this.
                 EventLog(run.events).write("warning", source="ray", message=reason)
             else:
                 EventLog(run.events).write("failure", exit_code=EXIT_FAILED, reason=reason)
@@ -261,10 +267,15 @@ def _run_agents(
                 max_restarts -= 1
                 agents[number] = start(number)
                 running[agents[number].run.remote()] = number
-            elif len(running) < fewest:
+            elif stopped and not saving:
+                return EXIT_RESUMABLE
+            elif len(running) < fewest and not saving:
                 tell(f"error: Ray gave up: {reason}")
                 return EXIT_FAILED
         else:
+            if code == EXIT_RESUMABLE and saving:
+                stopped = True
+                continue
             if others:  # they end, too, or wait for a place
                 ray.wait(others, num_returns=len(others), timeout=FAILED_GRACE_S)
             return code
