@@ -10,7 +10,7 @@ import pytest
 
 import toolkit
 from toolkit.errors import PlanError
-from toolkit.launchers import base
+from toolkit.launchers import LOCAL, base
 from toolkit.launchers.base import Job, starter
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.slurm import SlurmStarter
@@ -73,11 +73,17 @@ def test_several_machines_are_refused_with_a_way_out():
         LocalStarter().spec(Job(RUN, ClusterSection(nodes=2)))
 
 
-def test_machines_meet_at_the_rendezvous():
+def test_machines_meet_at_the_rendezvous_and_plan_on_rank_0():
     elastic = ElasticSection(min_nodes=1, max_nodes=4)
     launch = LaunchSection(rendezvous="node-1:29400", elastic=elastic, max_restarts=3)
-    spec = LocalStarter().spec(Job(RUN, ClusterSection(nodes=2), launch, name="tiny"))
+    two = ClusterSection(nodes=2, gpus_per_node=4)
+    spec = LocalStarter().spec(Job(RUN, two, launch, name="tiny", recipe="name: tiny\n"))
     assert spec.meeting == base.Meeting("node-1:29400", "tiny", 3, 1, 4, True)
+    recipe = RUN / "launch" / "recipe.yaml"
+    assert spec.argv[-4:] == ("train", str(recipe), "--run-dir", str(RUN))
+    assert spec.files == {recipe: "name: tiny\n"}
+    assert [*spec.rank_env] == [{"LOCAL_RANK": str(rank)} for rank in range(4)]
+    assert not LOCAL.supervises(two.nodes)
 
 
 def test_threads_are_divided_unless_set(monkeypatch):

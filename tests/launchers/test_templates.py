@@ -28,6 +28,8 @@ STATED = {
 @pytest.mark.parametrize("launcher", STATED)
 def test_the_file_is_current(launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its paths are relative to a checkout."""
+    for variable in ("TORCHFT_LIGHTHOUSE", "WANDB_ENTITY", "WANDB_MODE", "WANDB_TAGS"):
+        monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(job, "_allocator", lambda: f"{job.EXPANDABLE},{job.EXACT_PINNED}")
     recipe = load_recipe(ROOT / RECIPE, STATED[launcher])
     made = job.job_of(decide(recipe, ROOT / "runs" / "llama-3.1-8b"))

@@ -59,7 +59,9 @@ def test_the_schemas_accept_it(nodes: int, gpu: str, own: dict[str, Any]) -> Non
         kubernetes_validate.validate(one, "1.31", strict=True)
 
 
-def test_every_pod_runs_dmt_launch() -> None:
+def test_every_pod_runs_dmt_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789" * 4)
     config, service, job = documents(4, "h100-80gb")
     assert config["data"] == {"recipe.yaml": "name: Tiny_llama.v2\n"}
     spec, name = job["spec"], job["metadata"]["name"]
@@ -84,7 +86,10 @@ def test_every_pod_runs_dmt_launch() -> None:
         *("--set", f"launch.rendezvous={name}-0.{name}:29400"),
     ]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8"}}
-    assert container["env"] == [{"name": "CUDA_DEVICE_MAX_CONNECTIONS", "value": "1"}]
+    assert container["env"] == [
+        {"name": "CUDA_DEVICE_MAX_CONNECTIONS", "value": "1"},
+        {"name": "WANDB_MODE", "value": "online"},
+    ]
     assert pod["terminationGracePeriodSeconds"] == 120
 
 
@@ -98,6 +103,7 @@ def test_a_clusters_own_fields_are_added_and_never_replace_ours():
         "requests": {"cpu": "64"},
         "limits": {"nvidia.com/gpu": "8", "rdma/ib": "8"},
     }
+    assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
     with pytest.raises(PlanError, match=r"launch\.kubernetes\.pod\.containers\.image"):
         documents(1, "cpu", pod={"containers": [{"image": "other"}]})
     with pytest.raises(PlanError, match=r"resources\.limits\.nvidia\.com/gpu"):

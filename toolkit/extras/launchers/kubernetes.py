@@ -4,6 +4,7 @@ The manifest is data, not text: no part of the recipe is interpreted by a shell.
 passed in a ConfigMap, secrets in a Secret that the user created.
 """
 
+import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,8 @@ _NVIDIA = "nvidia.com/gpu"
 _LONGEST_NAME = 30
 """Longest part of a recipe's name in ours, which has 11 more. A pod's has an index, too. A host
 name may have 63 characters."""
+_PASSED_ON = ("TORCHFT_LIGHTHOUSE", "WANDB_ENTITY", "WANDB_MODE", "WANDB_TAGS")
+"""Variables of `dmt launch` that decide what a run does, and hold no secret."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
 Manifest = dict[str, Any]
@@ -113,12 +116,13 @@ def _rule(action: str, *codes: int) -> Manifest:
 
 def _pod(job: Job, name: str) -> Manifest:
     settings = job.launch.kubernetes
+    env = {**job.env, **{key: os.environ[key] for key in _PASSED_ON if key in os.environ}}
     container: Manifest = {
         "name": _CONTAINER,
         "image": settings.image,
         "command": ["python", *SAFE, *DMT, *_arguments(job, name)],
         "workingDir": MOUNT,
-        "env": [{"name": key, "value": value} for key, value in job.env.items()],
+        "env": [{"name": key, "value": value} for key, value in env.items()],
         "volumeMounts": [
             {"name": "work", "mountPath": MOUNT},
             {"name": "recipe", "mountPath": str(CONFIG), "readOnly": True},
