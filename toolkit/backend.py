@@ -131,7 +131,7 @@ class Backend:
     engine: ClassVar[str]
     """`module:class` of the engine that trains."""
     supports: ClassVar[Mapping[ModelName, Support]]
-    """By model implementation. What is missing is refused."""
+    """Support by model implementation. One that is missing is refused."""
     packages: ClassVar[Mapping[str, str]] = {}
     """Distributions that it needs besides torch and transformers, and the module of each."""
     device_variable: ClassVar[str] = ""

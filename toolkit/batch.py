@@ -68,7 +68,7 @@ class MicroBatch:
         return int(self.trained.sum())
 
     def to(self, device: "torch.device") -> "MicroBatch":
-        """The batch with all its tensors on `device`. Copies of pinned tensors may still be
+        """The batch with all tensors on `device`. Copies of pinned ones may still be
         running."""
         return self._moved(lambda tensor: tensor.to(device, non_blocking=True))
 

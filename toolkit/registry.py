@@ -73,8 +73,8 @@ class Registry(Generic[Kind]):
         raise TypeError(f"it does not extend {base.__module__}.{base.__qualname__}")
 
     def items(self) -> Iterator[tuple[str, Kind]]:
-        """Every name with its object. One that cannot be imported is left out, and is an error
-        once chosen."""
+        """Every name with its object. One that cannot be imported is left out until it is
+        chosen."""
         for name in self.names:
             with suppress(BackendUnavailable):
                 yield name, self[name]

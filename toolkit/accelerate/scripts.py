@@ -144,8 +144,7 @@ def planned_for_launcher(
 
 
 def _refuse_other_engine(plan: Plan, mesh: Mapping[str, str]) -> None:
-    """Raise PlanError for variables by which Accelerate adds an engine or a mesh to the
-    script's."""
+    """Raise PlanError for variables by which Accelerate adds an engine or a mesh."""
     for variable, (kind, _) in SWITCHES.items():
         if variable in mesh and all(os.environ.get(name) == mesh[name] for name in mesh):
             continue

@@ -44,8 +44,8 @@ class HostCopies:
         return pinned.copy_(values, non_blocking=True)
 
     def end(self) -> Callable[[], None]:
-        """End a save. Returns a function that waits for its copies, on the host and in any
-        thread."""
+        """End a save. Returns a function that waits, on the host and in any thread, for its
+        copies."""
         if not self._copying:
             return lambda: None
         self._copying = False

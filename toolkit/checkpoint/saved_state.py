@@ -144,7 +144,7 @@ class SavedState:
         return values[tuple(slice(None, None, axis.step) for axis in axes)]
 
     def _slice(self, stored: StoredRectangle) -> Any:
-        """What reads the elements of a rectangle that are asked for."""
+        """Open a rectangle. Returns a reader that loads only the elements asked for."""
         try:
             if stored.file not in self._handles:
                 path = file_in(self.folder, stored.file)

@@ -41,7 +41,7 @@ class SaveOutcome:
     """How a save ended, the same on every rank."""
 
     manifest: Manifest
-    """With the files of all ranks. Without them when it failed."""
+    """The manifest, with the files of all ranks. Without any if the save failed."""
     seconds: float
     """Seconds from the start until it was on disk."""
     problem: str | None
@@ -165,7 +165,7 @@ class Saver:
         return first, [made for _, made in outcomes]
 
     def _of_all_ranks(self, mine: Any) -> list[Any]:
-        """What each rank gives, collected and sent out by rank 0."""
+        """The values of all ranks. Rank 0 collects them and sends them out."""
         box = [mine]
         others = range(1, dist.get_world_size())
         if dist.get_rank() == 0:

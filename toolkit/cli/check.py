@@ -222,7 +222,7 @@ def _compared(report: FileComparison) -> dict[str, object]:
 
 
 def _comparison(report: FileComparison) -> Iterator[Line]:
-    """Lines of one comparison: settings that disagree, misspelt names, parts that are missing
+    """Lines of one comparison: settings that disagree, misspelt names, and what is missing
     here."""
     conflicts = [row for row in report.settings if not row.agrees]
     sign = Text("✓ ", "green") if report.agrees else Text("✗ ", "red")

@@ -264,8 +264,7 @@ def import_(
 
 
 def _find(path: Path) -> CheckpointFolder:
-    """Find the checkpoint of a path. Where the path names a run, print which checkpoint it
-    is."""
+    """Find the checkpoint of a path. If the path names a run, print which one it is."""
     found = locate(path)
     if found.newest_of is not None:
         tell(f"{found.folder.name} is the newest finished checkpoint of {found.newest_of}")

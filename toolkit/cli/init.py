@@ -83,8 +83,7 @@ def _import(
     data: Path | None,
     out: Path | None,
 ) -> None:
-    """Carry out `--from`. Return the recipe. Print on standard error which settings are not
-    carried."""
+    """Return the recipe of `--from`. Print on standard error which settings are not carried."""
     from toolkit.starter.imported import import_files
 
     imported = import_files(files, model, cluster, task, data)

@@ -99,8 +99,7 @@ def _print_flags(
 
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
-    """Plan a recipe on its own cluster or another one, for which the whole recipe is
-    checked."""
+    """Plan a recipe, checked as a whole, on its own cluster or another one."""
     recipe = load_recipe(path, overrides, cluster)
     try:
         return plan_recipe(recipe, cluster)
@@ -225,7 +224,7 @@ def _fact(label: str, value: str) -> Text:
 
 
 def _memory(found: Estimate) -> Iterator[Text]:
-    """The memory of a device by part, and whether it fits. Then the memory of a node, and its
+    """The memory of a device by part, and whether it fits. Then that of a node, and its
     disk."""
     needed, total, capacity = found.memory_gib, found.memory.total / GIB, found.capacity_gib
     stage = f", pipeline stage {found.memory.stage}" if found.layout.pp > 1 else ""

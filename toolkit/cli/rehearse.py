@@ -129,8 +129,8 @@ def rehearse(
 def _in_every_layout(
     recipe: Recipe, patterns: Sequence[str], options: Options, *, as_json: bool
 ) -> None:
-    """Rehearse and print. Exits with 4 where a layout differs. Raises RunFailed if no layout
-    could be compared."""
+    """Rehearse and print. Exits with 4 if a layout differs. Raises RunFailed if none was
+    compared."""
     rehearsal = prepare(recipe, options)
     chosen = select(rehearsal.layouts, patterns)
     console = Console(stderr=as_json)

@@ -154,8 +154,7 @@ def _comparison_lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
 
 
 def _settings_lines(records: Sequence[RunRecord]) -> Iterator[str]:
-    """Show the values of settings that all runs have, as long as a terminal has room. Name the
-    other settings."""
+    """Values of settings that all runs have, if a terminal has room. Names of the others."""
     settings = settings_that_differ(records)
     common = {key: values for key, values in settings.items() if all(map(is_stated, values))}
     if common:

@@ -29,11 +29,9 @@ def run_self_test(
     as_json: bool,
 ) -> None:
     """Run the self-test. Print a line about each check and write the report after each.
+
     `suites_of` gives the suites for a number of GPUs. If a part failed, exits with 4 and keeps
     its runs.
-
-    `suites_of`: what so many GPUs are tested with. Exits with 4 when a part failed. Only then
-    its runs are kept.
     """
     machine, out = gpu_machine(processes), out or Path("dmt-selftest.md")
     check_out(out, MARK)

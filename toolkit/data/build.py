@@ -62,13 +62,14 @@ class TrainingData:
     sources: tuple[SourceData, ...]
     """One, or those of a blend."""
     train: Samples
-    """Their samples; of a blend, one source after the other."""
+    """Samples of the sources. In a blend, one source follows the other."""
     order: Order
     batches: BatchSizes
     samples_per_epoch: int
     """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
     validation: dict[str, StreamSamples]
-    """By title. No document of it is in `train` when it was held out of the same source."""
+    """Validation data by title. No document of it is in `train` if held out of the same
+    source."""
     tokenizer: "PreTrainedTokenizerFast"
     fingerprint: str
     """Changes with the tokens, the split, the sequence length and whether documents are

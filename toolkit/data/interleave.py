@@ -24,8 +24,7 @@ MAX_PERIOD = 2**20
 
 
 class Interleaving:
-    """The endless sequence of sources with the given weights. A source of weight 0 never
-    comes."""
+    """The endless sequence of sources with given weights. A source of weight 0 never comes."""
 
     def __init__(self, weights: Sequence[Fraction]) -> None:
         self.parts = whole_parts(weights)
@@ -78,8 +77,7 @@ def whole_parts(weights: Sequence[Fraction]) -> tuple[int, ...]:
 
 
 def _one_period(parts: Sequence[int]) -> Int64Array:
-    """The source at each place of a period. Of the open windows, the one that closes first
-    wins."""
+    """The source at each place of a period: of the open windows, the one that closes first."""
     period = sum(parts)
     waiting = [(0, source, 0) for source, n in enumerate(parts) if n]
     """(place where the window opens, source, number of its sample), for every source's next

@@ -60,7 +60,7 @@ def _zstandard(stream: Any, _mode: str) -> BufferedReader:
 _OPENERS: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _zstandard,
 }  # fmt: skip
-"""By the ending of a compression."""
+"""How to open a compressed file, by its ending."""
 
 
 def ending_of(file: DataFile) -> str:

@@ -23,10 +23,10 @@ PACKAGES = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs",
     "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp",
 }  # fmt: skip
-"""By the scheme of a URL."""
+"""The package that reads a URL, by its scheme."""
 _CONTENT = ("md5Hash", "content_md5", "sha256", "blob_id", "ETag", "etag", "generation")
-"""What stores report that changes with the contents alone. Listings and single look-ups agree
-on it, on other fields (fsspec's `ukey` hashes all of them) they do not."""
+"""Fields of a store's report that change with the contents alone. Listings and single look-ups
+agree on them. On others they do not (fsspec's `ukey` hashes all)."""
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 _BLOCK_BYTES = 2**23
 
@@ -42,7 +42,7 @@ class RemoteFile:
     store reports a checksum of them."""
 
     def __str__(self) -> str:
-        """As messages name it."""
+        """The file's name in messages."""
         return shown(self.url)
 
     @contextmanager

@@ -230,9 +230,9 @@ class _Piece(NamedTuple):
 
     text: str
     first: bool
-    """It opens its document."""
+    """Whether it opens its document."""
     last: bool
-    """It ends its document."""
+    """Whether it ends its document."""
 
 
 def _encoded(

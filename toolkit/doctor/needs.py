@@ -25,9 +25,9 @@ class Needs:
     run: str | None = None
     """The setting that needs ranks to run here at all. None without a recipe."""
     packages: Mapping[str, str] = field(default_factory=lambda: {"torch": EVERY_RECIPE})
-    """By the distribution's name: the setting that needs it, as `KEY: VALUE`."""
+    """The setting that needs each distribution, by name, as `KEY: VALUE`."""
     programs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """By name: the setting that needs it, and how to install it."""
+    """The setting that needs each program, and how to install it, by name."""
     ops: Mapping[str, str] = field(default_factory=dict)
     """Operators that DeepSpeed compiles."""
     compiles: str | None = None

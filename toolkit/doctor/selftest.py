@@ -49,8 +49,8 @@ BOUNDS: Mapping[Numbers, Bounds] = {
 """Relative differences from plain transformers in fp32: in 16 and 8 bits five to ten times the
 largest one of any layout on a processor (docs/cluster.md)."""
 STEPS, SAVED, KILLED = 12, 5, 9
-"""Of the run that is killed: its steps, after which step it saves, and in which one a rank is
-killed. Too few steps follow the checkpoint for the resumed run to be killed again."""
+"""Steps of the killed run: all, the one it saves after, and the one a rank is killed in. Too
+few follow the checkpoint for the resumed run to be killed again."""
 DENSE = RECIPES / "tiny" / "llama-bytes.yaml"
 EXPERTS = RECIPES / "tiny" / "mixtral-bytes.yaml"
 EXPERT_LAYOUTS = ("ddp", "megatron-ep2", "ddp-dp1", "megatron-dp1")

@@ -110,7 +110,7 @@ def measure(ranks: Ranks, sizes: Sizes, tell: Callable[[str], None]) -> Speeds:
 
 
 def _precisions(device: torch.device) -> Iterator[str]:
-    """The precisions that the device computes in, except fp8. That needs Transformer Engine's
+    """Precisions that the device computes in, but fp8, which needs Transformer Engine's
     kernels."""
     yield "fp32"
     if device.type == "cuda":

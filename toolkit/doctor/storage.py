@@ -78,8 +78,7 @@ def _nvme(folder: Path) -> Finding:
 
 
 def _shared_memory(folder: Path, needs: Needs) -> Iterator[Finding]:
-    """Check shared memory on machines with GPUs, because NCCL's ranks exchange data through
-    it."""
+    """Check shared memory on machines with GPUs. NCCL's ranks exchange data through it."""
     if not folder.is_dir() or not (needs.gpu or Path("/proc/driver/nvidia").is_dir()):
         return
     usage = shutil.disk_usage(folder)

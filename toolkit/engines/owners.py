@@ -58,7 +58,7 @@ class UpdateRule:
 
 
 def whole_of(settings: OptimizerSection) -> WholeTensors:
-    """What the recipe's optimizer updates; not of AdamW."""
+    """The whole tensors that the recipe's optimizer updates. Not for AdamW, which has none."""
     whole = settings.kind.whole
     assert whole is not None, f"{settings.name} updates whole tensors"
     return whole
@@ -197,7 +197,7 @@ class OwnerOptimizer(torch.optim.AdamW):
             fused=True,
         )
         self.units: dict[Tensor, Unit] = {}
-        """By parameter, the unit that is updated together."""
+        """The unit in which each parameter is updated."""
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
@@ -275,7 +275,7 @@ class Unit:
         """Whole tensors that every holder, including this rank, updates."""
         updated = sorted(self.owned | {block.tensor for block in self.alone})
         self.states = {name: self._new_states(self.shapes[name], device) for name in updated}
-        """By tensor and quantity."""
+        """States by name of the tensor, then by quantity."""
         self._empty = torch.empty(0, dtype=getattr(torch, self.whole.sent), device=device)
         sent = {name: one for name, one in tensors.items() if name not in replicated}
         self.rounds = [

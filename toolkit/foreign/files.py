@@ -130,7 +130,7 @@ def _recognised(path: Path) -> tuple[ForeignTool, JsonFile]:
 
 
 def _by_names(file: JsonFile) -> tuple[ForeignTool, JsonFile]:
-    """By whose table has most of its top-level names."""
+    """The tool of a file: the one whose table has most of its top-level names."""
     if {"model", "training", "data", "extends"} & file.values.keys():
         raise _NoKind("a recipe, or a format that dmt does not read")
     scores = {one: one.known(file.values) for one in tools()}

@@ -38,11 +38,11 @@ class Flag:
     """One option."""
 
     name: str
-    """With its dashes, as written."""
+    """The option's name as written, with its dashes."""
     values: tuple[str, ...] = ()
     """Empty for a switch."""
     line: int = 0
-    """Where its name first stands in the script, not where a variable is used; else 0."""
+    """Line where its name first stands, not where a variable is used. 0 if unknown."""
 
 
 @dataclass(frozen=True)

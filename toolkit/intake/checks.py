@@ -203,8 +203,7 @@ def _model_config(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _router_loss(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse the router loss that transformers adds itself. It depends on how a batch is
-    split."""
+    """Refuse the router loss that transformers adds. It depends on how a batch is split."""
     if (recipe.model.config or {}).get("output_router_logits"):
         yield Problem(
             "model.config.output_router_logits",
@@ -253,8 +252,8 @@ def _dynamic_frequencies(recipe: Recipe, config: dict[str, Any]) -> Iterator[Pro
 
 
 def _model_in_parallel(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
-    """Refuse settings of `parallel` that the model's shape forbids. Checked once each is valid
-    by itself."""
+    """Refuse settings of `parallel` that the model's shape forbids, if each is valid by
+    itself."""
     if not legality.problems(recipe.parallel, recipe.cluster):
         yield from model_rules.problems(PlanRequest.of(recipe, recipe.cluster, config))
 
@@ -308,8 +307,7 @@ def _batch(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _accelerator(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse an accelerator that the catalogue lacks, or that cannot compute in the
-    precision."""
+    """Refuse an accelerator that the catalogue lacks, or that lacks the precision."""
     stated = recipe.cluster.gpu
     try:
         device = accelerator(stated)
@@ -353,8 +351,7 @@ def _moving(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _following(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse a schedule, early end or best checkpoint that follows validations, if there are
-    none."""
+    """Refuse a schedule, early end or best checkpoint by validations if there are none."""
     validated, saved = recipe.evaluation.every_steps, recipe.checkpoint.every_steps
     keep, steps = recipe.checkpoint.keep_best, recipe.total_steps()
     key = "checkpoint.every_steps"

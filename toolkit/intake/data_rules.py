@@ -74,8 +74,7 @@ def _form(source: Source) -> str:
 
 
 def _sources(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse settings that only matter in a list of sources, or only for chats and
-    preferences."""
+    """Refuse settings for lists of sources only, or for chats and preferences only."""
     for key, source in recipe.data.named_sources:
         for name in ("weight", "epochs"):
             value = getattr(source, name)
@@ -89,8 +88,8 @@ def _sources(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _shares(recipe: Recipe) -> Iterator[Problem]:
-    """Check that every source of a list has a title of its own. Each must have a weight, or
-    each epochs."""
+    """Check that each source of a list has a title of its own, and that all have weights or
+    epochs."""
     data = recipe.data
     if not isinstance(data.train, tuple):
         return
@@ -120,8 +119,7 @@ def _shares(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _stages(recipe: Recipe) -> Iterator[Problem]:
-    """Check that stages begin one after the other, each with a weight for every source of a
-    list."""
+    """Check that stages come in order, each with a weight for every source of a list."""
     data, before = recipe.data, 0
     titles = {source.title for source in data.sources}
     for number, stage in enumerate(data.stages):

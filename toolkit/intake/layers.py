@@ -79,8 +79,7 @@ def read_layers(path: Path, overrides: Sequence[str]) -> Layers:
 
 
 def read_overrides(overrides: Sequence[str]) -> tuple[Stated, list[Problem]]:
-    """Read `KEY.PATH=VALUE` texts. A later one wins. Returns what they state, and the
-    mistakes."""
+    """Read `KEY.PATH=VALUE` texts, a later one on top. Returns settings and mistakes."""
     problems: list[Problem] = []
     each = [_override(text, problems) for text in overrides]
     stated = reduce(merge, each, Stated({}, {}))
@@ -214,8 +213,8 @@ class _Files:
     def wrong_tasks(
         self, path: Path, stated: Stated, *, is_extended: bool
     ) -> Iterator[Problem]:
-        """Refuse entries that cannot be tasks of a size. A size alone is no run, so reading it
-        stops here."""
+        """Refuse entries that are no tasks of a size. Stop at a size that is read alone: it is
+        no run."""
         tasks = stated.data["tasks"]
         if isinstance(tasks, dict) and not is_extended:
             names = ", ".join(normpath(path.with_name(one)) for one in composed_names(path))

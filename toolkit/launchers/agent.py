@@ -258,11 +258,10 @@ class Agent(SimpleElasticAgent):
         return replace(self._spec, env={**self._spec.env, **shared}, rank_env=places)
 
     def _lost_a_machine(self) -> bool:
-        """Whether a machine of the meeting is gone for another reason than to meet again with a
-        new one. A single machine is never lost, as its own agent is late only after all
-        processes paused.
+        """Whether a machine is gone from the meeting, other than to meet again with a new one.
 
-        One machine is never lost: its own agent is late only after a pause of all processes.
+        A single machine is never lost, as its own agent is late only after all processes
+        paused.
         """
         if not self._several:
             return False

@@ -223,8 +223,7 @@ _SETTINGS = (
 
 
 def settings_here() -> dict[str, str]:
-    """Variables of this environment that ranks on other machines need, too. Secrets are left
-    out."""
+    """Variables of this environment that ranks on other machines need. Secrets are left out."""
     return {
         name: value
         for name, value in os.environ.items()

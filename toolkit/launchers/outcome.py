@@ -94,8 +94,7 @@ def log_tail(path: Path) -> str:
 
 
 def _first_failure(events: Sequence[Mapping[str, Any]]) -> RankExit | None:
-    """The first rank that reported its failure. Without one, the first that lost another
-    rank."""
+    """The first rank that reported its failure, otherwise the first that lost another."""
     end = cause_in(events) or next((e for e in _ends(events) if e.get("error")), None)
     if end is None:
         return None

@@ -263,7 +263,7 @@ def products(
 
 
 class _Rows(NamedTuple):
-    """What transformers passes to its layers as the mask. It is an argument and no state: a
+    """The mask argument of transformers' layers. It is passed and not kept as state, because a
     recomputed layer needs that of its own micro batch."""
 
     ends: Tensor
@@ -283,7 +283,8 @@ def _attention(
     s_aux: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, None]:
-    """What transformers' layers call, with [batch, heads, sequence, size] each."""
+    """The attention that transformers' layers call, with [batch, heads, sequence, size]
+    each."""
     assert not dropout, "the plan chooses another kernel"
     if lost := [name for name in _INPUTS if options.get(name) is not None]:
         raise TypeError(f"{type(layer).__name__} attends with {lost[0]}, too")

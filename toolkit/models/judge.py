@@ -45,7 +45,7 @@ _SIZES = (*_HEADS, "vocab_size", "num_hidden_layers", "max_position_embeddings")
 _RULES = ("transformers.modeling_rope_utils", "transformers.configuration_utils")
 """Modules whose warnings are of a config's values."""
 _MISTAKE = re.compile("Unrecognized keys")
-"""Those of these warnings that published models do not cause."""
+"""Warnings that published models do not cause."""
 
 FOREIGN_NAMES: Mapping[str, str] = {
     # Megatron-LM and megatron-core
@@ -187,7 +187,7 @@ def _built(config: dict[str, Any], problems: list[Problem]) -> PretrainedConfig 
 
 
 def _refused(config: Mapping[str, Any], error: object) -> Problem:
-    """What transformers says, under the first key that it names."""
+    """transformers' message, under the first key that it names."""
     text = " ".join(str(error).split())
     words = re.findall(r"\w+", text.replace("Padding_idx", "pad_token_id"))
     words += _ROPE if re.search("rope|rotary", text, re.IGNORECASE) else ()

@@ -159,7 +159,7 @@ class TensorToWrite:
         return spec.dtype
 
     def telling(self, tick: Callable[[int], None]) -> "TensorToWrite":
-        """The same tensor, calling `tick` with each piece's bytes when it has been written."""
+        """This tensor, calling `tick` with the bytes of each piece that was written."""
 
         def pieces() -> Iterator["Tensor"]:
             for piece in self.pieces():

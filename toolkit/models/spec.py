@@ -166,7 +166,7 @@ class ModelSpec:
     frozen: FrozenParameters | None = None
     """The parameters frozen by `model.freeze`. None: everything trains."""
     adapters: AdapterParameters | None = None
-    """With them, nothing else trains."""
+    """The adapters. With them, nothing else trains."""
     generic: bool = False
     """Without a map to megatron-core's model."""
 

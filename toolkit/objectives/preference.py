@@ -127,8 +127,7 @@ def _terms(
     log_probs: "Tensor",
     **more: "Tensor",
 ) -> LossTerms:
-    """Sums over the pairs that count. `losses` and `more` are given per pair, the others per
-    row."""
+    """Sums over the pairs that count. `losses` and `more` are per pair, the others per row."""
     chosen, rejected = rewards[0::2], rewards[1::2]
     values = {
         "rewards/chosen": chosen,

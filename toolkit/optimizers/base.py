@@ -46,7 +46,7 @@ class WholeTensors:
     takes: Callable[[str, int], bool] = lambda _tensor, _dimensions: True
     """Whether it updates a tensor of this name. The engine's AdamW updates all others."""
     moments: tuple[str, ...] = ()
-    """Those of `MOMENTS` that every holder of a tensor keeps for its elements."""
+    """The moments of `MOMENTS` that every holder of a tensor keeps for its elements."""
     quantities: Mapping[str, Quantity] = field(default_factory=dict)
     """Further states that it stores, by their names in checkpoints."""
     owned: Callable[[Shape], tuple[str, ...]] = lambda _shape: ()
@@ -123,8 +123,7 @@ class OptimizerKind:
     steps of AdamW, 3e-3 turned 1e-7 into 3e-5. So did 1e-3 with experts, whose routing
     jumps."""
     gives_up: str = ""
-    """What a run loses that changes from AdamW to this optimizer in order to fit into
-    memory."""
+    """What a run loses by changing from AdamW to this optimizer in order to fit."""
 
 
 ADAMW = OptimizerKind(

@@ -23,12 +23,12 @@ class Dimension(NamedTuple):
     key: str
     """The recipe's setting, dotted."""
     name: str
-    """In reasons."""
+    """Its name in reasons."""
     word: str = ""
     """The format of a value in a layout's text: `tp2`; of kernels and recompute, in its long
     one."""
     degree: bool = False
-    """It multiplies the ranks or the parts of a model. 1 is none."""
+    """Whether it multiplies the ranks or the parts of a model. A value of 1 is none."""
 
     @property
     def setting(self) -> str:
@@ -92,9 +92,9 @@ DIMENSIONS: tuple[Dimension, ...] = (
     Dimension("experts", "kernels.experts", "experts", "{} experts"),
     Dimension("exchange", "kernels.context", "context exchange", "exchange by {}"),
 )
-"""In the order of a layout's text."""
+"""All dimensions, in the order of a layout's text."""
 DIMENSION: Mapping[str, Dimension] = {one.field: one for one in DIMENSIONS}
-"""By the field of `Layout`."""
+"""Every dimension by its field of `Layout`."""
 _HOW = DIMENSIONS[DIMENSIONS.index(DIMENSION["recompute"]) :]
 """How ranks compute: recompute and kernels."""
 DEGREES: tuple[Dimension, ...] = tuple(one for one in DIMENSIONS if one.degree)

@@ -95,7 +95,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """With or without."""
+        """Whether it fits, with or without a margin."""
         return self.room != "does not fit"
 
 

@@ -14,7 +14,7 @@ class Remedy:
     """A change with which something fits."""
 
     gives_up: str
-    """What the run would have been otherwise."""
+    """What the run loses by the change."""
     options: str
     """Options of `dmt plan` and `dmt launch`."""
     memory_gib: float
@@ -23,7 +23,7 @@ class Remedy:
     """Host memory of a node."""
     step_s: float
     layout: str
-    """That layout."""
+    """The best layout that fits then."""
 
 
 @dataclass(frozen=True)

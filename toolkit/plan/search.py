@@ -88,7 +88,7 @@ class Search:
         return any(_smallest(one, self.cluster).fits for one in self.partial)
 
     def with_margin(self, candidates: Iterable[Estimate]) -> Iterator[Estimate]:
-        """Those that fit with a margin of memory."""
+        """The candidates that fit with a margin of memory."""
         return (one for one in candidates if one.room == "fits")
 
     @cached_property
@@ -180,7 +180,7 @@ def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | 
 
 
 def _as_fast(by_time: Iterable[Estimate], within: float) -> list[Estimate]:
-    """Those that are slower than the first by at most this share."""
+    """The estimates that are slower than the first by at most the share `within`."""
     found = iter(by_time)
     fastest = next(found)
     limit_s = (1 + within) * fastest.step_s

@@ -36,7 +36,7 @@ class PartialLayout:
     pair: Pair
     workload: Workload
     layout: Layout
-    """With a micro batch of 1 and the corresponding accumulation."""
+    """The layout, with a micro batch of 1 and the accumulation that follows."""
     micro_batches: tuple[int, ...]
     """Sequences per forward pass that spread the batch evenly, ascending. May be empty."""
     recomputes: tuple[tuple[Recompute, LossKernel], ...]

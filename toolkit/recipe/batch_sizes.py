@@ -76,5 +76,5 @@ class BatchSizes:
         return stage.first_step + math.ceil(rest / stage.size)
 
     def _stage(self, step: int) -> BatchStage:
-        """That of the step after `step` steps."""
+        """The stage of the step after `step` steps."""
         return next(stage for stage in reversed(self.stages) if stage.first_step <= step)

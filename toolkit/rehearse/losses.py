@@ -78,7 +78,7 @@ def _pairs(labels: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor, int
 
 
 def _dpo(settings: DpoSection, yes: Tensor, no: Tensor, length: int, other: int) -> Tensor:
-    """From the log ratios of policy and reference."""
+    """The loss of a pair, from the log ratios of policy and reference."""
     if settings.loss == "ipo":
         return (yes / length - no / other - 0.5 / settings.beta) ** 2
     margin = settings.beta * (yes - no)
@@ -89,7 +89,7 @@ def _dpo(settings: DpoSection, yes: Tensor, no: Tensor, length: int, other: int)
 
 
 def _orpo(beta: float, yes: Tensor, no: Tensor, length: int, other: int) -> Tensor:
-    """From the log-probabilities."""
+    """The loss of a pair, from the log-probabilities of its answers."""
     p, q = (yes.double() / length).exp(), (no.double() / other).exp()
     odds_ratio = p * (1 - q) / (q * (1 - p))
     return -yes / length - beta * logsigmoid(odds_ratio.log())

@@ -127,7 +127,7 @@ def difference(first: RunRecord, other: RunRecord) -> RunDifference:
 
 
 def median_speed(metrics: Sequence[Metrics]) -> float | None:
-    """Median tokens per second. The first line, which warms up, counts only if it is the only
+    """Median tokens per second. The first line, a warm-up, counts only if it is the only
     one."""
     speeds = [speed for line in metrics if (speed := amount(line, "tokens_per_s")) is not None]
     return statistics.median(speeds[1:] or speeds) if speeds else None

@@ -68,7 +68,7 @@ class RunRecord:
 
 
 def _summary(run: RunDirectory, events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
-    """The summary. Without a recorded end, a run is alive if its lock is held or it wrote
+    """The summary. Without a recorded end, a run lives if its lock is held or it wrote
     lately."""
     found = summarize(events, metrics)
     silent_s = time.time() - last_written(run)

@@ -57,8 +57,8 @@ class Hang:
     """Which ranks hang, as far as the ranks' `hang` events show."""
 
     ranks: Sequence[int]
-    """Those that said nothing, otherwise those that are behind the others, otherwise none: then
-    all wait in the same step, and their lines distinguish them."""
+    """The silent ranks. If none is silent, those behind the others. Empty if all wait in the
+    same step, where their lines distinguish them."""
     message: str
 
 

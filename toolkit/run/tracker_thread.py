@@ -43,7 +43,7 @@ _POSTED_EVENTS = ("evaluation", "save", "skip")
 """Events whose numbers are curves: `evaluation/loss`, `save/seconds`."""
 _NOT_FINITE = ("NaN", "Infinity", "-Infinity")
 _FORBIDDEN = re.compile(r"[^\w\-. :/]")
-"""In MLflow's names of metrics and parameters."""
+"""Characters that MLflow's names of metrics and parameters may not have."""
 _LONGEST_PARAMETER = 500
 """Letters of a parameter that every server of MLflow takes."""
 

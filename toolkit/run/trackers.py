@@ -46,7 +46,7 @@ TRACKERS = {
     ),
     "trackio": Tracker("trackio", {"trackio": ("trackio", "")}),
 }
-"""By the name in `logging.trackers`."""
+"""Every tracker by its name in `logging.trackers`."""
 
 
 def wandb_mode() -> str:

@@ -59,8 +59,7 @@ def draft(model: str, cluster: Cluster, task: Task) -> Recipe:
 
 
 def _shipped_size(model: str) -> str | None:
-    """The shipped size of this name. Without a folder of the name, also the size of this hub
-    id."""
+    """The shipped size of this name. If it is no folder either, that of this hub id."""
     sizes = shipped_sizes()
     if model in sizes or Path(model).is_dir():
         return model if model in sizes else None
@@ -187,7 +186,7 @@ def legal_name(name: str, otherwise: str) -> str:
 
 
 def _config(model: str, source: str) -> Mapping[str, Any]:
-    """The model's Hugging Face config. An unknown name and a missing cache raise different
+    """The model's Hugging Face config. Unknown names and missing caches are different
     errors."""
     try:
         return model_config(ModelSection(hub=source))
@@ -217,8 +216,7 @@ def lacks_tokenizer(folder: Path) -> bool:
 
 
 def _has_template(folder: Path) -> bool:
-    """Whether the tokenizer has a chat template. Not known for a hub id, where training asks
-    for it."""
+    """Whether the tokenizer has a chat template. Unknown for a hub id: training asks then."""
     stated = folder / "tokenizer_config.json"
     if not folder.is_dir() or (folder / "chat_template.jinja").exists():
         return True

@@ -52,10 +52,9 @@ def optional(module: str, extra: str, what: str, otherwise: str = "") -> Any:
 
 
 def source() -> str:
-    """Where to install DMT from again, as `pip install` takes it. A checkout, the wheel or
-    address that pip was given, or a release from the index.
+    """Where to install DMT from again, as `pip install` takes it.
 
-    A checkout, the wheel or address that pip was given, else the release of an index.
+    A checkout, the wheel or address that pip was given, or a release from the index.
     """
     if (_CHECKOUT / "pyproject.toml").is_file():
         return shlex.quote(str(_CHECKOUT))

@@ -57,8 +57,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def hidden(package: str) -> Iterator[None]:
-    """Inside this block, importing `package` fails. A package that is already imported stays
-    usable."""
+    """Inside this block, importing `package` fails, unless it is already imported."""
     if package in sys.modules:
         yield
         return

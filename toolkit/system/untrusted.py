@@ -73,9 +73,8 @@ def _inside(value: Any) -> Any:
 
 def regular_inside(folder: Path, name: str) -> Path:
     """Resolve the path of a file in `folder`. The folder may be a link, but nothing inside it.
-    Raises OSError if the file is missing, not regular, or reached through a link.
 
-    Raises OSError when it is missing, no regular file, or reached through a link.
+    Raises OSError if the file is missing, not regular, or reached through a link.
     """
     path = folder / name
     if not stat.S_ISREG(path.lstat().st_mode):

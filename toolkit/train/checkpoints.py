@@ -243,8 +243,8 @@ class RunCheckpoints:
             )
 
     def exported_step(self, last: int) -> int:
-        """The step to export: the best checkpoint if the recipe keeps it and it is whole,
-        otherwise the last."""
+        """The step to export: the best one if the recipe keeps it and it is whole, otherwise
+        the last."""
         best = self.store.best(until=last) if self.store.keep_best else set()
         for step in best - {last}:
             folder = self.store.of_step(step)

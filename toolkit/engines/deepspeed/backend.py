@@ -188,7 +188,7 @@ class DeepSpeedBackend(Backend):
         return recipe.with_values({key: found[key] for key in open_keys})
 
     def reduce_bytes(self, zero: ZeroSection) -> float | None:
-        """That of `communication_data_type`."""
+        """Bytes of an element in `communication_data_type`."""
         return None if zero.config is None else communication_bytes(zero.config)
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:

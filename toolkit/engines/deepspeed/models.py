@@ -195,7 +195,7 @@ class MegatronShard(TrainedModel):
         return log_probs(losses, batch)
 
     def gradient_norm(self, module: nn.Module) -> Tensor:
-        """Of split parameters, and of those that each rank of the group has, once."""
+        """Norm over split parameters, and once over those that each rank of the group has."""
         split: list[nn.Parameter] = []
         whole: list[nn.Parameter] = []
         for parameter in filter(lambda one: one.requires_grad, module.parameters()):

@@ -119,7 +119,7 @@ def stage_3_shards(optimizer: Any, placed: Placed, copy: int) -> Iterator[StateS
 
 
 def zeroed(shards: Iterator[StateShard]) -> Iterator[StateShard]:
-    """The same shards with the moments of an optimizer before its first step."""
+    """Set the moments of the shards to those of an optimizer before its first step."""
     for shard in shards:
         for quantity in shard.quantities[1:]:
             shard.put(quantity, torch.zeros_like(shard.get(quantity)))

@@ -88,7 +88,7 @@ class FsdpInAccelerate(InAccelerate):
 
 
 def _settings(layout: Layout) -> dict[str, Any]:
-    """In the words of Accelerate's plugin and TrainingArguments alike."""
+    """Settings that Accelerate's plugin and TrainingArguments name alike."""
     return {
         "reshard_after_forward": layout.zero_stage == 3,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

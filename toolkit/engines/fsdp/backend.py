@@ -119,7 +119,7 @@ class FsdpBackend(Backend):
     def approximations(
         self, plan: Plan, precision: str, config: Mapping[str, Any]
     ) -> Iterator[tuple[str, str]]:
-        """Where AdamW runs on the CPU."""
+        """The entry for AdamW that runs on the CPU, if it does."""
         if plan.layout.offload_optimizer != "none":
             yield "offloaded AdamW", "the CPU's rounds in another order than a GPU's"
 

@@ -338,7 +338,7 @@ class MegatronEngine(Engine):
         return output, partial(terms, batch)
 
     def _sequences(self, batch: MicroBatch, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_terms`, for `sequence_log_probs`: no loss."""
+        """As `_terms`, but for `sequence_log_probs`, which needs no loss."""
         unused = torch.zeros((), dtype=torch.int, device=self.device)
         sums = row_log_probs(log_probs(losses, batch))
         return losses.sum(), unused, sums

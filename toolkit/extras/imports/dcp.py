@@ -37,8 +37,7 @@ Stored = Mapping[str, Reader]
 
 
 def matches(folder: Path) -> bool:
-    """Whether the folder has this format, without megatron-core's further file about its
-    own."""
+    """Whether the folder has this format, and no further file of megatron-core's."""
     whole = (folder / METADATA).is_file() and not (folder / FORMAT_FILE).exists()
     return whole or all((folder / name / METADATA).is_file() for name in ACCELERATE)
 

@@ -31,8 +31,7 @@ COMMON_CLASSES = (
 
 
 class StandIn:
-    """A stand-in for an object whose class is not imported. It keeps the arguments and
-    attributes only."""
+    """An object whose class is not imported: its arguments and attributes, and nothing else."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments: tuple[Any, ...] = arguments

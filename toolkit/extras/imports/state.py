@@ -140,8 +140,8 @@ def _problems(state: ForeignState, model: RecipeModel) -> Iterator[str]:
 
 
 def count(value: Any, name: str, limit: int = 10**8) -> int:
-    """Read a count in a file, which may be a tensor. Raises CheckpointError if no run can have
-    counted so far."""
+    """Read a count, which may be a tensor. Raises CheckpointError if no run can have counted so
+    far."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(number, bool | str) or number != int(number) or not 0 <= number < limit:
         raise CheckpointError(
@@ -152,8 +152,7 @@ def count(value: Any, name: str, limit: int = 10**8) -> int:
 
 
 def updates(counts: set[int]) -> int:
-    """How often the parameters were updated. Raises CheckpointError unless all agree on one
-    number."""
+    """How often all parameters were updated. Raises CheckpointError for different numbers."""
     if len(counts) != 1:
         found = ", ".join(map(str, sorted(counts))) or "not stated"
         raise CheckpointError(f"the number of updates of its parameters is {found}")

@@ -106,8 +106,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(enumeration: Any, name: str) -> Enum:
-    """Return an Enum's member, the only use of `getattr` allowed. Python 3.11.0 to 3.11.3
-    pickle it so."""
+    """What `getattr` may return: an Enum's member, which Python 3.11.0 to 3.11.3 pickle so."""
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
         raise pickle.UnpicklingError("it names getattr, which no index needs but for an Enum")
     return enumeration[name]

@@ -108,8 +108,7 @@ def _documents(job: Job) -> Iterator[Manifest]:
 
 
 def _rule(action: str, *codes: int) -> Manifest:
-    """The rule for pods that end with one of these exit codes. Without a rule, the end counts
-    as a failure."""
+    """The rule for pods that end with these codes. Without one, the end counts as a failure."""
     which = {"containerName": _CONTAINER, "operator": "In", "values": [*codes]}
     return {"action": action, "onExitCodes": which}
 
@@ -162,10 +161,9 @@ def _names_gpus(container: Mapping[Any, Any]) -> bool:
 
 
 def _merged(own: Manifest, more: Mapping[Any, Any], where: str) -> Manifest:
-    """Merge DMT's fields with the recipe's: maps are merged, lists appended. Raises PlanError
-    for a field for which both state a different value.
+    """Merge DMT's fields with the recipe's: maps are merged, lists appended.
 
-    Raises PlanError for a field of which both state a different value.
+    Raises PlanError for a field for which both state a different value.
     """
     merged = dict(own)
     for key, value in more.items():

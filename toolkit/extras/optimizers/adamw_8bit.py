@@ -19,8 +19,8 @@ BLOCK = 256
 
 
 def _scales(shape: Shape) -> Shape:
-    """The shape of the scales: one for each block of the flattened tensor, also for a partial
-    last one."""
+    """The shape of the scales: one for each block of the flattened tensor, the last one's
+    too."""
     return (-(-prod(shape) // BLOCK),)
 
 

@@ -53,8 +53,7 @@ def operators() -> Any:
 
 @cache
 def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values from -1 to 1 that the codes of the first and the second moment stand for,
-    [256] each."""
+    """Values from -1 to 1 of the codes of the first and of the second moment: [256] each."""
     new = operators().create_dynamic_map
     return new(signed=True).to(device), new(signed=False).to(device)
 
@@ -62,8 +61,7 @@ def _maps(device: torch.device) -> tuple[Tensor, Tensor]:
 def reference(
     settings: OptimizerSection, parameters: Sequence[Trained]
 ) -> list[torch.optim.Optimizer]:
-    """bitsandbytes' own optimizer, as transformers' Trainer sets it up: embeddings in 32
-    bits."""
+    """bitsandbytes' optimizer as in transformers' Trainer, with embeddings in 32 bits."""
     from bitsandbytes.optim import AdamW8bit as Theirs
     from bitsandbytes.optim import AdamW32bit
 

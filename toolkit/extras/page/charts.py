@@ -117,8 +117,7 @@ def charts(records: Sequence[RunRecord]) -> list[Chart]:
 def _chart(
     name: str, records: Sequence[RunRecord], shown: Sequence[Columns], buckets: int
 ) -> Chart | None:
-    """The chart of one metric for all runs, with its companions and words. None if no run has
-    it."""
+    """The chart of a metric of all runs, with companions and words. None if no run has it."""
     title, unit = _KNOWN.get(name, (name, ""))
     lines: list[dict[str, Any]] = [
         {"run": run, "label": "", **points}
@@ -175,8 +174,8 @@ def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
 
 
 def _evaluated(name: str, evaluated: Sequence[Event]) -> dict[str, list[Any]]:
-    """A column of the validations, empty without any. If a step was evaluated twice, the last
-    one counts."""
+    """A column of validations, empty without any. The last counts if a step was evaluated
+    twice."""
     found = {
         step: value
         for event in evaluated
@@ -188,8 +187,8 @@ def _evaluated(name: str, evaluated: Sequence[Event]) -> dict[str, list[Any]]:
 
 
 def marks(record: RunRecord) -> list[dict[str, Any]]:
-    """Marks where something happened to a run, in the order of its events. A step that was done
-    again is marked both times."""
+    """Marks where something happened to a run, in the order of its events. Steps that were done
+    again are marked both times."""
     found = []
     for event in record.events:
         kind = str(event.get("kind"))

@@ -79,7 +79,7 @@ def _time(record: RunRecord) -> Section | None:
 
 
 def _parts(record: RunRecord, name: str, title: str, shown: Any) -> Section | None:
-    """The parts of a prediction. None where the run's plan does not have it."""
+    """A prediction by part. None where the run's plan does not have it."""
     parts = record.plan.get("predicted_parts")
     found = parts.get(name) if isinstance(parts, dict) else None
     if not isinstance(found, dict):

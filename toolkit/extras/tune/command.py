@@ -175,8 +175,7 @@ def _run(study: Study) -> bool:
 def _print(
     study: Study, is_over: bool, as_json: bool, more: dict[str, Any], end: Iterable[str]
 ) -> None:
-    """Print every trial, and how to use the best one. Raises RunFailed if no trial came to its
-    end."""
+    """Print every trial, and how to use the best. Raises RunFailed if there is none."""
     best, folder = study.best(), study.request.folder
 
     def plain(one: TrialRecord) -> dict[str, Any]:

@@ -48,8 +48,7 @@ def settings_of(candidate: Estimate) -> dict[str, Any]:
 
 
 def key_of(values: Mapping[str, Any]) -> str:
-    """The key of a layout's settings. It stays the same if they are written and read as
-    JSON."""
+    """The key of a layout's settings, the same after they were written and read as JSON."""
     return json.dumps(values, sort_keys=True)
 
 
@@ -130,7 +129,7 @@ class LayoutStudy(Study):
         return min(len(untried), self.request.trials - len(self.counted()))
 
     def choose(self, trial: Any) -> dict[str, Any]:
-        """Choose the next layout. Its trial is given up once it is slower than the best one by
+        """Choose the next layout. Its trial ends early if it is slower than the best by
         HOPELESS."""
         best, pruners = self.best(), self.optuna.pruners
         self.study.pruner = pruners.NopPruner()

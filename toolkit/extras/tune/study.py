@@ -109,10 +109,10 @@ class Study(ABC):
     """Step at which a trial has its result."""
 
     def __init__(self, request: TuneRequest, **identity: str) -> None:
-        """`identity` names what all trials have in common besides the recipe. Raises as
-        `make_folder` and `_storage` do. Raises PlanError if the folder has another study.
+        """`identity` names what all trials have in common besides the recipe.
 
-        Raises as `make_folder` and `_storage` do, PlanError if the folder has another study.
+        Raises as `make_folder` and `_storage` do. Raises PlanError if the folder has another
+        study.
         """
         self.request = request
         make_folder(request.folder)
@@ -266,8 +266,8 @@ class Study(ABC):
         )
 
     def _drop_checkpoints(self) -> None:
-        """Delete the checkpoints of all trials but the best. Other processes may have ended
-        trials since the last call."""
+        """Delete checkpoints of all but the best trial. Other processes may have ended trials,
+        too."""
         best = self.best()
         for one in self.records():
             folder = RunDirectory(trial_folder(self.request.folder, one.number))

@@ -153,8 +153,7 @@ def wait_until_free(folder: Path) -> None:
 
 
 def _has_grown(run: RunDirectory, followed: Followed) -> bool:
-    """Read a run directory's files again if they have grown. Returns whether there is a new
-    line."""
+    """Read a run directory's files again if they have grown. True if there is a new line."""
     files = (run.metrics, run.events)
     sizes = [file.stat().st_size if file.exists() else 0 for file in files]
     if sizes == followed.sizes:
@@ -173,8 +172,7 @@ def _stepped(line: dict[str, Any]) -> dict[str, Any] | None:
 
 @contextmanager
 def _started(command: Sequence[str], folder: Path) -> "Iterator[subprocess.Popen[bytes]]":
-    """Start the launcher. Launcher and ranks have ended when this is left, or when this thread
-    ends."""
+    """Start the launcher. It and its ranks end when this is left, or when this thread ends."""
     with (folder / "launch.log").open("ab") as log:
         process = subprocess.Popen(
             command,
@@ -200,7 +198,7 @@ def _follow(
     interrupted: Callable[[], bool],
     hang_s: float,
 ) -> tuple[Ending, str] | None:
-    """Wait for the end. Returns ending and reason if `process` may still run, otherwise
+    """Wait for the end. Returns it and its reason if `process` may still run, otherwise
     None."""
     silent_s = _SILENT_LIMITS * hang_s + _SILENT_EXTRA_S
     silence, asked = Deadline(), False

@@ -25,8 +25,7 @@ _NEUTRAL: tuple[object, ...] = (1, False, None, "none", [])
 
 
 def tuned_path(recipe: Path) -> Path:
-    """`RECIPE.tuned.yaml` next to the recipe. For a shipped recipe, in the working
-    directory."""
+    """`RECIPE.tuned.yaml` next to the recipe. In the working directory for a shipped one."""
     file = find_recipe(recipe)
     name = f"{file.stem}.tuned.yaml"
     return Path(name) if RECIPES in file.resolve().parents else file.with_name(name)

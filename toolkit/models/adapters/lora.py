@@ -60,8 +60,7 @@ class Lora:
     targets: frozenset[str]
     """Modules with an adapter. `{layer}` stands for a number."""
     short_targets: tuple[str, ...]
-    """The same for PEFT, without experts: the last parts of their names, if these are
-    unambiguous."""
+    """`targets` for PEFT, without experts: the last parts of their names, if unambiguous."""
     parameter_targets: tuple[str, ...]
     """Targets among experts, for PEFT: the ends of their parameters' names."""
     base: MegatronModel
@@ -349,7 +348,7 @@ def _numbered(stacks: Sequence[Sequence[Rows]]) -> Iterator[list[Rows]]:
 
 
 def _of_factor(rows: Rows) -> Rows:
-    """The same rows of B."""
+    """The rows of B that belong to these rows of the weight."""
     return replace(rows, tensor=f"{_module(rows)}.lora_B.weight")
 
 

@@ -69,7 +69,7 @@ ATTENTION: Mapping[Exchange, Callable[..., Tensor]] = {
     "all_gather": all_gather,
     "ulysses": ulysses,
 }
-"""By the value of `kernels.context`."""
+"""Attention by the value of `kernels.context`."""
 
 
 def _positions_of_some_heads(x: Tensor, group: dist.ProcessGroup) -> Tensor:

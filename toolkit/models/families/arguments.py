@@ -50,7 +50,7 @@ def transformer_sizes(spec: ModelSpec) -> dict[str, Any]:
 
 
 def transformer(config: Config, spec: ModelSpec) -> dict[str, Any]:
-    """The same with those that follow from the keys that several families have."""
+    """TransformerConfig fields, also those that follow from keys of several families."""
     fields = transformer_sizes(spec) | {
         "attention_dropout": float(config["attention_dropout"] or config["attn_pdrop"] or 0),
         "hidden_dropout": float(config["hidden_dropout"] or config["resid_pdrop"] or 0),

@@ -39,7 +39,7 @@ class MegatronModel:
     eager: bool = False
     """Attention by matrix products and a softmax, not by torch's fused kernels."""
     logit_cap: float | None = None
-    """The same of logits."""
+    """c in c · tanh(logit / c), the soft-capping of logits. None for none."""
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts instead of a dense MLP."""
     embedding_scale: float = 1.0

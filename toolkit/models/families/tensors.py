@@ -31,7 +31,7 @@ class Rows:
     start: int
     stop: int
     step: int = 1
-    """From one row to the next: 2 where gate and up projection alternate."""
+    """Distance between rows: 2 where gate and up projection alternate."""
 
     @property
     def numbers(self) -> range:
@@ -81,7 +81,7 @@ class Block:
     """None for a vector."""
     transposed: bool
     steps: tuple[int, int] = (1, 1)
-    """From one row to the next, and from one column to the next."""
+    """Distance between rows, and between columns."""
 
     @property
     def row_numbers(self) -> range:
@@ -90,12 +90,12 @@ class Block:
 
     @property
     def column_numbers(self) -> range:
-        """The columns' numbers; of a vector one."""
+        """The columns' numbers. A vector has one."""
         return range(*(self.columns or (0, 1)), self.steps[1])
 
     @property
     def stored(self) -> "Block":
-        """The same rectangle, turned the way the checkpoint stores it."""
+        """This rectangle, turned the way the checkpoint stores it."""
         if not self.transposed:
             return self
         assert self.columns is not None, "a vector is not transposed"
@@ -191,7 +191,7 @@ def _slice(size: int, rank: int, degree: int) -> tuple[int, int]:
 
 
 def whole(name: str, tensor: str, rows: int, columns: int | None = None) -> TensorMap:
-    """The same on every rank: norms, routers, learned positions."""
+    """A tensor that every rank holds whole: norms, routers, learned positions."""
     return TensorMap(name, ((Rows(tensor, 0, rows),),), columns, "none")
 
 

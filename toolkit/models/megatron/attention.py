@@ -31,7 +31,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     """Causal softmax(q·k)·v by torch's fused kernels, with an optional window."""
 
     fused = True
-    """By torch's fused kernels, which neither cap scores nor have sinks."""
+    """Whether torch's fused kernels are used. They neither cap scores nor have sinks."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
 
     @property
     def scores(self) -> Scores:
-        """What this layer makes of q·k."""
+        """How this layer changes q·k."""
         return Scores(self.scale, self.window, self.cap)
 
     def forward(
@@ -130,7 +130,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
 
 
 class EagerAttention(CausalAttention):
-    """The same by matrix products and a softmax in fp32: the scores are kept."""
+    """Attention by matrix products and a softmax in fp32. The scores are kept."""
 
     fused = False
 

@@ -41,7 +41,7 @@ class GivenAngles(nn.Module):
     """Stands in for megatron-core's rotary embedding, which knows no positions."""
 
     factor = 1.0
-    """Of cosine and sine."""
+    """Factor of cosine and sine."""
 
     def __init__(self) -> None:
         super().__init__()

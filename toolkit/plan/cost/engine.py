@@ -82,7 +82,8 @@ class EngineCost:
         return self.buffers(layout, width, share)
 
     def buffers_at_end(self, layout: Layout, width: int, share: StageShare) -> float:
-        """Those when the backward pass has reached the embedding and no activation is left."""
+        """Bytes of buffers when the backward pass is at the embedding and no activation is
+        left."""
         return 0.0
 
     def keeps_gradients(self, width: int) -> bool:

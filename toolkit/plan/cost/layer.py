@@ -39,7 +39,7 @@ class Activations:
     also needs during one layer's backward pass."""
 
     stored: Mapping[str, float]
-    """By `PARTS`."""
+    """Bytes kept of each of `PARTS`."""
     whole: float
     """A layer that is not recomputed."""
     again: float

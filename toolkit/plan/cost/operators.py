@@ -19,7 +19,7 @@ from toolkit.plan.cost.workload import Workload
 from toolkit.plan.hardware.catalogue import Gpu
 
 KINDS = ("matmul", "attention", "elementwise", "launch")
-"""Of a pass's seconds; launch: gaps between kernels."""
+"""Kinds of seconds in a pass. `launch` is the gaps between kernels."""
 SAVED_PRODUCTS = 0.5
 """Share of the matrix products that FSDP's selective recompute keeps: every second one."""
 BACKWARD_SCORES = 2.5
@@ -240,7 +240,7 @@ def _passes(workload: Workload, layout: Layout, device: Device) -> dict[str, flo
 def _passes_of(
     workload: Workload, layout: Layout, device: Device, *, experts: bool
 ) -> dict[str, float]:
-    """Those of a dense layer, or of one with experts."""
+    """Seconds of both passes of a layer by kind: of a dense one, or of one with experts."""
     spec, ops = workload.spec, [*operators(workload, layout, experts=experts)]
     products = [op.product for op in ops if op.product]
     mlp, trained = products[2:], spec.trained_products

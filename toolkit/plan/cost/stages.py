@@ -27,7 +27,7 @@ class StageShare(NamedTuple):
 
     @property
     def trained(self) -> "StageShare":
-        """The same with the parameters that train."""
+        """This share, with the parameters that train only."""
         rest = self.frozen
         if rest is None:
             return self

@@ -24,7 +24,7 @@ class Term(NamedTuple):
 
     name: str
     formula: str
-    """In Python's syntax over symbols."""
+    """An expression over symbols, in Python's syntax."""
     source: str = ""
     part: str = ""
     """The part of the memory or of the step that it is. Empty for a symbol of other rows."""

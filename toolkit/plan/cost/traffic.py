@@ -53,7 +53,7 @@ class Links(NamedTuple):
         return min(rate, self.near) if size > islands else rate
 
     def exchange(self, size: int, stride: int) -> float:
-        """What a member sends to all others, an equal part to each, at the slower of both
+        """Bandwidth of a member that sends all others an equal part, at the slower of both
         links."""
         if size == 1:
             return self.near
@@ -62,7 +62,7 @@ class Links(NamedTuple):
         return (near + far) / max(near / self.near, far / self.far)
 
     def message(self, stride: int) -> float:
-        """To the rank at distance `stride`."""
+        """Bandwidth of a message to the rank at distance `stride`."""
         return self.near if stride < self.island else self.far
 
 

@@ -131,11 +131,11 @@ class Workload:
         return padded_vocab(self.spec.vocab, tp) / tp
 
     def share(self, layout: Layout, stage: int) -> StageShare:
-        """What a rank of pipeline rank `stage` holds."""
+        """The parameters that a rank of pipeline rank `stage` holds."""
         return _share(self, layout.tp, layout.ep, layout.pp, layout.vpp, stage, layout.stages)
 
     def in_layout(self, layout: Layout) -> "Workload":
-        """With what a layout decides of its operators."""
+        """This workload, with the operators that the layout decides."""
         compiled, grouped = layout.compile != "none", layout.experts == "grouped"
         return _in_layout(self, compiled, layout.fused, grouped, layout.cp > 1)
 

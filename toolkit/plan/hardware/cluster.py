@@ -21,7 +21,8 @@ class Cluster(Surroundings):
     price_per_gpu_hour: float | None = None
 
     def __hash__(self) -> int:
-        """Of what tells clusters apart: a search looks one up thousands of times."""
+        """Hash only what tells clusters apart, because a search looks one up thousands of
+        times."""
         return hash((self.name, self.nodes, self.gpus_per_node))
 
     @property

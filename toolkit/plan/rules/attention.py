@@ -17,7 +17,7 @@ from toolkit.plan.hardware.catalogue import accelerator
 from toolkit.plan.request import PlanRequest
 
 GENERATIONS = ("ampere", "ada", "hopper", "blackwell")
-"""Which have both kernels."""
+"""GPU generations that have both kernels."""
 LARGEST_HEAD = 128
 """Largest head of cuDNN's backward pass on all of them."""
 LARGEST_FLASH_HEAD = 256

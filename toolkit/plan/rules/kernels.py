@@ -200,13 +200,13 @@ def _uneven_blocks(job: PlanRequest, _: Pair) -> bool:
 # number of experts. Grouped products are faster on every device, also where they are a loop.
 
 GROUPED = ("hopper", "blackwell")
-"""Of which CUTLASS has the grouped product, in bf16 alone (GroupedMM.cu). Elsewhere torch
-computes group after group and waits for the offsets."""
+"""GPU generations for which CUTLASS has the grouped product, in bf16 only (GroupedMM.cu).
+Elsewhere torch computes group after group and waits for the offsets."""
 WITHOUT = ("rtx5090",)
-"""Of them, those with compute capability 12, not 10."""
+"""GPUs of these generations with compute capability 12, not 10."""
 START_S = 2e-4
-"""What the host needs to start one expert's forward and backward pass: measured, 29 ms for 128
-experts of 16 × 16 on one core of a CPU."""
+"""Seconds that the host needs to start an expert's forward and backward pass. Measured: 29 ms
+for 128 experts of 16 × 16 on one core of a CPU."""
 MULTIPLE = 8
 """Rows of 16 bytes, which the kernels want, have a multiple of these elements in 16 bits."""
 OWN_PRODUCTS = ("jetmoe", "llama4_text", "longcat_flash")

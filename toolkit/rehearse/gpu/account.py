@@ -65,7 +65,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._events: list[tuple[int, Held]] = []
         """Bytes allocated, or freed below 0."""
         self._held: Any = WeakIdKeyDictionary()
-        """By the storage, while it is alive."""
+        """What is held, by storage, while the storage is alive."""
         self._start = 0
         """The number of the first event that `peak` looks at. 0 before any step."""
         self._names: Any = weakref.WeakKeyDictionary()
@@ -116,7 +116,7 @@ class Account(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def following(self) -> Iterator[None]:
-        """Also tracks modules, storages that change their size, and optimizers."""
+        """Context that also tracks modules, optimizers and storages that change their size."""
         storages: Any = torch.UntypedStorage
         resize = storages.resize_
 

@@ -68,7 +68,7 @@ class DressRehearsal:
 
     assignment: Assignment
     planned: Assignment
-    """As it was planned."""
+    """The assignment as it was planned."""
     ranks: tuple[int, ...]
     setup: Setup
     """The planner's view of what is run."""
@@ -107,7 +107,7 @@ class DressRehearsal:
 
     @property
     def layout(self) -> Layout:
-        """With the micro batches that are run."""
+        """The layout that is run, with its micro batches."""
         return self.assignment.plan.layout
 
     def run(self, folder: Path) -> Iterator[RehearsedRank]:
