@@ -21,7 +21,7 @@ class HostCopies:
 
     def __init__(self) -> None:
         self._full = False
-        """Pinning failed: it is not tried again."""
+        """Whether pinning failed, after which it is not tried again."""
         self._copying = False
         """A GPU copies since the last `end`."""
 

@@ -38,7 +38,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint holds."""
+    """The content of a checkpoint."""
 
     step: Count
     """Optimizer steps done, skipped ones included."""
@@ -154,7 +154,7 @@ class Manifest:
 
 @cache
 def _adapter() -> TypeAdapter[Manifest]:
-    """Made once: that takes longer than reading a manifest."""
+    """The type's adapter. Making one takes longer than reading a manifest."""
     return TypeAdapter(Manifest)
 
 

@@ -24,7 +24,7 @@ class ResumePoint:
     folder: Path
     manifest: Manifest
     skipped: tuple[str, ...]
-    """Newer ones that are damaged: which, and why."""
+    """Newer checkpoints that are damaged: which, and why."""
 
 
 def find_newest(

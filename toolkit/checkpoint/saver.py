@@ -206,8 +206,8 @@ def write_companions(folder: Path, companions: Mapping[str, bytes]) -> dict[str,
 def entries_of(
     state: Iterable[StateShard], copies: HostCopies | None = None
 ) -> Iterable[TensorToWrite]:
-    """What this rank writes: copies, which outlive the next training step, or what is taken
-    from the engine when its turn comes."""
+    """The tensors that this rank writes. They are copies, which outlive the next training step,
+    or are taken from the engine when their turn comes."""
     for shard in state:
         if not shard.saved_here:
             continue

@@ -156,7 +156,7 @@ class CheckpointStore:
         hint.replace(self.folder / LATEST)
 
     def _prune(self, newest: int) -> None:
-        """Remove all but the newest `keep` and the best; those after step `newest` are not
+        """Remove all but the newest `keep` and the best. Steps after `newest` are not
         touched."""
         until_now = [path for path in self.finished() if step_of(path) <= newest]
         best = self.best(self.keep_best, newest) if self.keep_best else set()

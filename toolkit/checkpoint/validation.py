@@ -14,7 +14,7 @@ class PlateauState:
     peak: float
     """The `optimizer.learning_rate` that it was reduced from."""
     best: float | None = None
-    """None: no validation had a finite loss."""
+    """None if no validation had a finite loss."""
     num_bad_epochs: int = 0
 
 
@@ -66,6 +66,6 @@ class ValidationHistory:
 
 
 def lowest(losses: Sequence[tuple[float | None, int]], count: int) -> set[int]:
-    """The steps of the `count` lowest of these validation losses; of equal ones, the first."""
+    """The steps of the `count` lowest of these validation losses. The first of equal ones."""
     known = sorted((loss, step) for loss, step in losses if loss is not None)
     return {step for _, step in known[:count]}

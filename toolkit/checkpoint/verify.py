@@ -30,7 +30,7 @@ _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 
 @dataclass(frozen=True)
 class VerificationResult:
-    """What was found."""
+    """The problems and remarks about a checkpoint."""
 
     problems: tuple[str, ...]
     """Problems, one line each. Empty for a good checkpoint."""

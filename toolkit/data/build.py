@@ -66,7 +66,7 @@ class TrainingData:
     order: Order
     batches: BatchSizes
     samples_per_epoch: int
-    """Samples of a pass; of a blend, of the passes that its sources have `epochs` of."""
+    """Samples of a pass. In a blend, of the passes that its sources have `epochs` of."""
     validation: dict[str, StreamSamples]
     """Validation data by title. No document of it is in `train` if held out of the same
     source."""

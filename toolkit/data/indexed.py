@@ -86,7 +86,7 @@ class IndexedTokens:
         return len(self.document_offsets)
 
     def document_starts(self, documents: Int64Array) -> Int64Array:
-        """Position of the first token of each document; of `n_documents`, the end."""
+        """Position of the first token of each document. For `n_documents`, the end."""
         known = documents < self.n_documents
         starts = np.full(len(documents), len(self.tokens), dtype=np.int64)
         starts[known] = self.document_offsets[documents[known]] // self.tokens.itemsize

@@ -31,7 +31,7 @@ _SIGNATURES = {
 """How binary files begin that are taken for text, what they are, and the way to read them."""
 _BEGINNING = 2**16
 _UNDECODABLE = 0.3
-"""Share of a file's first characters that cannot be decoded; of random bytes, 0.45."""
+"""Share of a file's first characters that cannot be decoded. Random bytes have 0.45."""
 
 _SAMPLES = 1024
 _SAMPLE_BYTES = 2**14

@@ -211,8 +211,8 @@ def _files(source: RowsSource) -> list[DataFile]:
 def _columns(
     files: Sequence[DataFile], needed: str | None = None
 ) -> tuple[dict[str, str], bool]:
-    """Columns of the first files, with what they hold, empty where that is not known; and
-    whether no row has others.
+    """Columns of the first files, with what they hold, and whether no row has others. Empty if
+    unknown. Raises DataError if a file lacks the column `needed`, which another has.
 
     Raises DataError if a file lacks the column `needed`, which another has.
     """

@@ -151,7 +151,7 @@ class RowParts:
 
     @classmethod
     def stored(cls, rows: IndexedTokens) -> "RowParts":
-        """What `fitted_rows` or `packed_rows` found for the stream."""
+        """The result of `fitted_rows` or `packed_rows` for the stream."""
 
         def parts(row: int) -> list[Part]:
             first, behind = rows.document_starts(np.array([row, row + 1])).tolist()

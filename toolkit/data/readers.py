@@ -88,8 +88,8 @@ def read_rows(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]
 
 
 def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
-    """Columns of a file with what they hold, as `check_column` names it, none if it cannot be
-    read; and whether no row has others. Of JSON, the first rows are read."""
+    """Columns of a file, with what they hold as in `check_column`, and whether no row has
+    others. Empty if it cannot be read. For JSON, only the first rows are read."""
     columns: dict[str, str] = {}
     # What builds the data says what is wrong with a file.
     with suppress(*_UNREADABLE, ValueError, ImportError, DataError):

@@ -33,7 +33,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _OF_FILES = re.compile(r"(train|all)\b")
 """Splits of files: `datasets` calls all of their rows `train`."""
 _STATE = "state.json"
-"""What `save_to_disk` writes next to the files of a split. It names them."""
+"""A file that `save_to_disk` writes next to the files of a split. It names them."""
 
 
 @dataclass(frozen=True)

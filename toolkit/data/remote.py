@@ -25,8 +25,8 @@ PACKAGES = {
 }  # fmt: skip
 """The package that reads a URL, by its scheme."""
 _CONTENT = ("md5Hash", "content_md5", "sha256", "blob_id", "ETag", "etag", "generation")
-"""Fields of a store's report that change with the contents alone. Listings and single look-ups
-agree on them. On others they do not (fsspec's `ukey` hashes all)."""
+"""Fields that change with the contents alone. A store's listings and single look-ups agree on
+them. On others they do not (fsspec's `ukey` hashes all of them)."""
 _TIMES = ("LastModified", "last_modified", "updated", "mtime", "created")
 _BLOCK_BYTES = 2**23
 
@@ -144,7 +144,8 @@ def _found(url: str) -> tuple[Any, str]:
 
 
 def _pinned(system: Any, path: str) -> str:
-    """The path with the commit of a hub's branch, which may move; of other stores, as it is."""
+    """The path with the commit of a hub's branch, which may move. Unchanged for other
+    stores."""
     if "hf" not in system.protocol:
         return path
     found = system.resolve_path(path)

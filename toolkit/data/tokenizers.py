@@ -29,7 +29,7 @@ CHATML = """\
 _SHIPPED = {"chatml": CHATML}
 _NAME_ONE = f"give a folder with a tokenizer.json, a hub id, or `{BYTES}`"
 _OLDER_FILES = ("*.model", "vocab*", "*.tiktoken")
-"""What transformers makes a fast tokenizer from where there is no tokenizer.json."""
+"""Files of which transformers makes a fast tokenizer if there is no tokenizer.json."""
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> "PreTrainedTokenizerFast":
@@ -209,7 +209,7 @@ def spells_bytes(backend: "Tokenizer") -> bool:
 
 
 def tokens_before_text(backend: "Tokenizer") -> list[int]:
-    """What the tokenizer itself puts before every text, e.g. a BOS token."""
+    """Tokens that the tokenizer itself puts before every text, e.g. a BOS token."""
     with encoding():
         found = backend.encode("a", add_special_tokens=True)
         mask = found.special_tokens_mask

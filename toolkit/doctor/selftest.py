@@ -199,7 +199,7 @@ def resume(machine: Machine, folder: Path) -> Iterator[Check]:
 def _launch(
     run: RunDirectory, machine: Machine, environment: Mapping[str, str]
 ) -> tuple[int, str]:
-    """`dmt launch` of the tiny recipe on this machine; its exit code, and what it said last.
+    """`dmt launch` of the tiny recipe on this machine. Returns its exit code and last lines.
     Raises RunFailed for one that hangs."""
     settings = [
         *_QUIET, f"training.steps={STEPS}", f"checkpoint.every_steps={SAVED}",

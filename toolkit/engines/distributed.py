@@ -82,7 +82,7 @@ def _gpu(ranks: Ranks, *, may_be_alone: bool) -> torch.device:
 
 def _keep_near(device: torch.device) -> None:
     """Restrict this process to the cores next to its GPU, where its pinned memory then lies,
-    too; not where the kernel states none, or the launcher chose only others.
+    too. Does nothing if the kernel states no node, or the launcher chose only other cores.
 
     `torch.numa` takes node 0 for a GPU without a node, such as those of virtual machines.
     """

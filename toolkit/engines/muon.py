@@ -25,7 +25,7 @@ MOMENTUM = 0.95
 A, B, C = 3.4445, -4.7750, 2.0315
 """The iteration's coefficients: x ← A x + (B G + C G²) x with G = x xᵀ."""
 NEWTON_SCHULZ_STEPS = 5
-"""Its steps, as in `torch.optim.Muon`."""
+"""Steps of the iteration, as in `torch.optim.Muon`."""
 
 
 class Muon(UpdateRule):

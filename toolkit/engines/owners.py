@@ -97,7 +97,7 @@ class _Transfer:
     sides."""
 
     def __init__(self, moves: Iterable[tuple[int, int, Block]]) -> None:
-        """`moves` are those of all ranks: source, target, rectangle."""
+        """`moves` lists the moves of all ranks: source, target, rectangle."""
         me, world = dist.get_rank(), dist.get_world_size()
         self.sent: list[list[Block]] = [[] for _ in range(world)]
         self.received: list[list[Block]] = [[] for _ in range(world)]
@@ -246,7 +246,7 @@ class Unit:
     ranks or replicated."""
 
     run_by_engine = False
-    """True: the engine calls `compute`, before all optimizers' steps. Otherwise a step does."""
+    """Whether the engine calls `compute` before all optimizers' steps, not a step."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from toolkit.objectives.base import Objective
 
 
 def terms(objective: Objective, log_probs: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """The summed loss of a micro batch with its autograd graph, a float64 scalar; and,
+    """The summed loss of a micro batch with its autograd graph, a float64 scalar. Then,
     detached, loss and metrics: float64 [1 + metrics]."""
     found = objective.loss(log_probs, batch)
     parts = [found.loss, *(found.metrics[name] for name in objective.metrics)]

@@ -181,7 +181,7 @@ def _start(words: InAccelerate, cluster: ClusterSection) -> Iterator[tuple[str, 
 
 
 def _heading(recipe: Recipe, words: InAccelerate) -> Iterator[str]:
-    """What the reader of the file must know."""
+    """Lines that the reader of the file must know."""
     yield f"{recipe.name} for Accelerate, written by `dmt render --to accelerate`. Use:"
     yield f"accelerate launch --config_file THIS_FILE {TRAIN} RECIPE"
     if recipe.cluster.nodes > 1:

@@ -106,7 +106,7 @@ class Found:
     def put(
         self, key: str, value: Any, at: ForeignSetting, note: str = "", also: Sequence[Any] = ()
     ) -> None:
-        """Carry a value; of two in one file, the first counts, and trackers add up."""
+        """Carry a value. Of two in one file, the first counts. Trackers add up."""
         value, expected = fitting(key, value)
         if expected:
             self.problems.append(at.problem(f"{key} is {expected}"))
@@ -180,7 +180,7 @@ def _joined(before: Carried, trackers: Sequence[str]) -> Carried:
 
 
 def carry(tool: ForeignTool, settings: Settings) -> Found:
-    """What settings state by the rows of a table."""
+    """The recipe's values that settings state, by the rows of a table."""
     found = Found((tool,))
     found.context = {**tool.assume, **{name: one.value for name, one in settings.items()}}
     for key, value in tool.defaults.items():
@@ -388,7 +388,7 @@ def _value(at: ForeignSetting) -> str:
 
 
 def left_lines(left: Sequence[Left]) -> Iterator[str]:
-    """What is not carried: first what changes what is learned, then the rest on one line."""
+    """Lines about what is not carried: first what changes what is learned, then the rest."""
     if said := [one for one in left if one.changes]:
         yield f"CHANGES WHAT IS LEARNED, or is for you to state ({len(said)}):"
     yield from dict.fromkeys(

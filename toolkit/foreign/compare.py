@@ -60,7 +60,7 @@ class FileComparison:
     kind: str
     settings: tuple[SettingComparison, ...]
     left: tuple[Left, ...]
-    """What the recipe does not have."""
+    """Settings of the file that the recipe does not have."""
     misspelt: tuple[Left, ...]
     """Names that the tool does not know."""
 

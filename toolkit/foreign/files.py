@@ -66,7 +66,7 @@ def read_as(kind: ForeignTool, file: JsonFile) -> Found:
 
 
 def _of_accelerate(file: JsonFile) -> tuple[dict[str, ForeignSetting], list[Left]]:
-    """Settings by the names of `accelerate launch`'s arguments; and those of blocks that the
+    """Settings by the names of `accelerate launch`'s arguments, and those of blocks that the
     distributed_type leaves unread."""
     settings, left = {}, []
     kind = str(file.values.get("distributed_type", "NO"))

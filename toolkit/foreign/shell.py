@@ -116,7 +116,7 @@ def _not(state: bool | None) -> bool | None:
 
 
 def _run(shell: _Shell, words: list[_Word]) -> None:
-    """Follow the commands in order; of an `if`, the branch whose test holds."""
+    """Follow the commands in order. Of an `if`, take the branch whose test holds."""
     status: bool | None = True
     branches: list[tuple[bool | None, bool | None]] = []
     """For each open `if`: whether this branch runs, and whether one before it did."""

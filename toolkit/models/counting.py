@@ -86,7 +86,7 @@ _UNREAD = ("id2label", "label2id", "transformers_version")
 
 
 def _attention(config: Config, model: PreTrainedModel) -> Attention:
-    """As fast as transformers has it for this model, and exact: soft-capping is in `eager`."""
+    """The fastest exact attention of transformers for it. Soft-capping is in `eager`."""
     capped = config["attn_logit_softcapping"] is not None
     return "sdpa" if model._supports_sdpa and not capped else "eager"
 
@@ -326,7 +326,7 @@ def _forward_flops(model: PreTrainedModel, length: int) -> int:
 
 
 def _signature(layer: nn.Module) -> object:
-    """What decides what a layer computes, apart from its number."""
+    """Everything that a layer's computation depends on, apart from its number."""
     settings = [
         (name, key, value)
         for name, part in layer.named_modules()

@@ -62,8 +62,8 @@ class Routing:
 
 
 Observer: TypeAlias = "Callable[[int, Routing], Tensor]"
-"""Called with the index of a layer among those with experts, and its routing; again if a layer
-is recomputed. Returns the weights that the model then uses."""
+"""Called with the index of a layer among those with experts, and its routing. Called again if a
+layer is recomputed. Returns the weights that the model then uses."""
 
 
 def is_router(part: "nn.Module") -> bool:

@@ -157,7 +157,7 @@ def remedies(found: Search) -> list[Remedy]:
 
 
 def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
-    """What a run may do without, the dearest last; of each list the first that fits counts."""
+    """What a run may do without, the dearest last. Of each list, the first that fits counts."""
     if job.parallel.zero.nvme_path is None:
         yield [("speed: states on NVMe", {"parallel.zero.nvme_path": NVME})]
     for name, kind in OPTIMIZERS.items() if job.adapter is None else ():
@@ -193,7 +193,7 @@ def _first(
 
 
 def _stated(job: PlanRequest) -> Iterator[tuple[str, Any]]:
-    """What the recipe fixes and could leave open, the smaller changes first."""
+    """Settings that the recipe fixes and could leave open, the smaller changes first."""
     for key in OPEN:
         without_experts = key == "parallel.expert" and not job.spec.moe_layers
         if (value := attrgetter(key)(job)) != "auto" and not without_experts:

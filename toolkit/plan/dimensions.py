@@ -25,8 +25,8 @@ class Dimension(NamedTuple):
     name: str
     """Its name in reasons."""
     word: str = ""
-    """The format of a value in a layout's text: `tp2`; of kernels and recompute, in its long
-    one."""
+    """The format of a value in a layout's text: `tp2`. Kernels and recompute: in its long
+    text."""
     degree: bool = False
     """Whether it multiplies the ranks or the parts of a model. A value of 1 is none."""
 
@@ -36,7 +36,7 @@ class Dimension(NamedTuple):
         return self.key.rpartition(".")[2]
 
     def of(self, recipe: Any) -> Any:
-        """What a recipe, or a request of one, states."""
+        """The value that a recipe, or a request of one, states."""
         return attrgetter(self.key)(recipe)
 
     def used(self, layout: Layout) -> bool:

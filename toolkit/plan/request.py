@@ -111,8 +111,8 @@ class PlanRequest:
         return stacked, fused
 
     def asking(self, **sections: Section) -> "PlanRequest":
-        """The same job with other sections, on which nothing depends that is derived from the
-        model: that is kept."""
+        """This job with other sections. What is derived from the model does not depend on them,
+        and is kept."""
         other = copy(self)
         vars(other).update(sections)
         return other

@@ -210,7 +210,7 @@ LATER_VALUES: dict[str, dict[str, str]] = {
 
 
 def value_fix(key: str, value: object) -> str:
-    """The fix of a value that another tool has, or that this release lacks; else empty."""
+    """The fix of a value that another tool has, or that this release lacks. Empty otherwise."""
     text = str(value).lower()
     if ours := FOREIGN_VALUES.get(key, {}).get(text):
         return f"write {ours}"

@@ -158,8 +158,8 @@ class _Explanation:
         return self.problem(path, "an unknown key", accepted, fix), meant
 
     def fields(self, path: str, kind: object) -> list[str]:
-        """Keys of the section at a dotted path, of which `kind` may choose one form; of a map
-        with fixed keys, those."""
+        """Keys of the section at a dotted path, of which `kind` may choose one form. For a map
+        with fixed keys, these."""
         if not path:
             return [*schema_of(self.section)["properties"]]
         if (setting := self.settings.get(path)) is None:

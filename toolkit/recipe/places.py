@@ -26,8 +26,8 @@ SHIPPED = "recipes:"
 
 
 def tasks_of(size: Path) -> list[str]:
-    """The names under `tasks` in the file of a size, e.g. `llama-3.1-8b.yml`; of a file that
-    cannot be read, none."""
+    """The names under `tasks` in the file of a size, e.g. `llama-3.1-8b.yml`. Empty for a file
+    that cannot be read."""
     try:
         data = read_bytes(size, yaml_text.MAX_BYTES)
         if b"tasks" not in data:

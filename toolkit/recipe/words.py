@@ -39,7 +39,7 @@ class Setting:
 
     @property
     def default(self) -> str:
-        """The default as YAML would show it; "required" when there is none."""
+        """The default as YAML would show it, or "required" without one."""
         if self.is_required:
             return "required"
         if "properties" in self.schema:
@@ -75,7 +75,7 @@ class Setting:
         return any(one.get("type") in types for one in members(self.schema))
 
     def item(self, index: int) -> "Setting":
-        """The same setting's item of that index, of a list or a pair."""
+        """The item of that index in this setting, a list or a pair."""
         lists = next(one for one in members(self.schema) if one.get("type") == "array")
         pair = lists.get("prefixItems")
         return Setting(self.path, pair[index] if pair else lists["items"], self.is_required)
@@ -114,7 +114,7 @@ def _settings(section: Schema, prefix: str) -> Iterator[tuple[str, Setting]]:
 
 
 def members(schema: Schema) -> list[Schema]:
-    """The alternatives of a (possibly nested) union; of any other schema, itself."""
+    """The alternatives of a (possibly nested) union. For any other schema, itself."""
     inner = schema.get("anyOf") or schema.get("oneOf")
     return [member for one in inner for member in members(one)] if inner else [schema]
 

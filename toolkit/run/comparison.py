@@ -97,7 +97,7 @@ def differences(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _beyond(predicted: Prediction, measured: RunMeasurement) -> Iterator[tuple[str, str]]:
-    """What the allocator holds beyond that, and what is outside of it, which runs out first."""
+    """Reserved memory, and memory outside of the allocator: measured and predicted."""
     for key, name in (("reserved_gib", "reserved"), ("outside_gib", "CUDA and NCCL")):
         found, promised = getattr(measured, key), getattr(predicted, key)
         if found is not None:

@@ -86,7 +86,7 @@ class EventLog:
 
 
 _WHOLE = ("rank", "world", "step", "exit_code", "slow_rank")
-"""What all readers of an event compute with."""
+"""Fields that all readers of an event compute with."""
 _SIDES = ("predicted", "measured", "measured_over_predicted")
 
 

@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PUBLISHED = ("model", "training", "optimizer", "schedule", "adapter", *OBJECTIVE_SECTIONS)
 """Sections of the recipe in a card: the others name files, machines and accounts."""
 _READ = ("name", "data", *_PUBLISHED)
-"""What a card is written from: another release may know the others differently."""
+"""Sections that a card is written from. Another release may know the others differently."""
 _HASH = re.compile(r"<!-- dmt replaces this card unless it is edited: ([0-9a-f]{64}) -->\n\Z")
 
 
@@ -111,7 +111,7 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _settings(recipe: Recipe) -> str:
-    """What defines the model and its training, without defaults; of folders only the name."""
+    """Settings that define the model and its training, without defaults. Folders: name only."""
     stated: dict[str, Any] = recipe.model_dump(mode="json", exclude_defaults=True)
     model = stated.get("model") or {}
     for key in ("hub", "checkpoint"):

@@ -182,7 +182,7 @@ class OuterEngine:
         return int.from_bytes(digest[:7], "big")
 
     def _give(self) -> dict[str, Any]:
-        """What a replica that comes back gets."""
+        """The state that a replica gets when it comes back."""
         own = {"step": self._step, "alike": self._alike}
         return {**own, "anchors": self._anchors, "momenta": self._momenta}
 
@@ -378,7 +378,7 @@ class OuterEngine:
 
 
 def _torchft(call: Callable[[], Any]) -> Any:
-    """What torchft returns. Raises RunFailed where it gives up."""
+    """Call torchft and return its result. Raises RunFailed where it gives up."""
     try:
         return call()
     except (RuntimeError, TimeoutError) as error:

@@ -36,7 +36,7 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """Names of one key of a message: transformers gives a template all of them."""
 _ANSWER = "four"
 _EXCHANGE = ({"role": "user", "content": "two"}, {"role": "assistant", "content": _ANSWER})
-"""What shows how a template ends a turn."""
+"""An exchange that shows how a template ends a turn."""
 _TODAY = date(2024, 7, 26)
 """The date for templates that insert today's date, so that the same data always gives the same
 tokens. Llama's own default for programs without a clock."""
@@ -303,7 +303,7 @@ def _dated(text: str) -> str:
 
 
 def _without(span: Span, holes: Sequence[Span]) -> list[Span]:
-    """What is left of `span` without `holes`, ascending."""
+    """The parts of `span` outside `holes`, ascending."""
     left, (start, stop) = list[Span](), span
     for first, end in holes:
         if start < first:

@@ -19,7 +19,7 @@ ALONE = 4
 
 
 def made_in_order(make: SampleMaker, batches: Iterator[Batch]) -> Iterator[SampleBatch]:
-    """What `make` makes of each batch, in their order: the first ones here, the others by one
+    """Apply `make` to the batches, in order: to the first ones here, to the others in one
     process per core. Raises the DataError of the first batch that has one."""
     count = len(os.sched_getaffinity(0))
     yield from map(make, islice(batches, ALONE if count > 1 else None))

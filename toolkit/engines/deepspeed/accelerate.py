@@ -16,7 +16,7 @@ from toolkit.recipe.dump import dump
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _CLIPS_AT = 1.0
-"""What Accelerate, and by default a Trainer, fills "auto" with."""
+"""The value that Accelerate, and by default a Trainer, puts in place of "auto"."""
 
 
 class DeepSpeedInAccelerate(InAccelerate):

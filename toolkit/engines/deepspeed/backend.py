@@ -100,8 +100,8 @@ class DeepSpeedCost(EngineCost):
         return width * trained.parameters * keeps
 
     def buffers_at_end(self, layout: Layout, width: int, share: StageShare) -> float:
-        """The embedding's gradient and its fp32 copy, buckets, and the part whose norm is taken
-        in fp64; what stage 1 keeps; in stage 3, fp32 gradients of a group of parameters."""
+        """The embedding's gradient and its fp32 copy, buckets, the part whose norm is taken in
+        fp64, and what stage 1 keeps. In stage 3, fp32 gradients of a group of parameters."""
         stage, trained, ranks = layout.zero_stage, share.trained, layout.dp * layout.cp
         away = layout.offload_optimizer
         if stage == 0:

@@ -18,8 +18,9 @@ _TABLES = {
 GONE = _TABLES.pop("removed")
 """Keys of its top level and of `zero_optimization` that it refuses by name."""
 KNOWN_KEYS: Mapping[str, frozenset[str]] = _TABLES
-"""Keys of each checked block; "" is the top level. `optimizer.params` holds those of AdamW.
-Old spellings that DeepSpeed still translates (`cpu_offload`, …) are deliberately omitted."""
+"""Keys of each checked block, where "" is the top level. `optimizer.params` holds those of
+AdamW. Old spellings that DeepSpeed still translates (`cpu_offload`, …) are left out on
+purpose."""
 
 ZERO = "zero_optimization"
 OFFLOAD_OPTIMIZER = f"{ZERO}.offload_optimizer"
@@ -40,8 +41,7 @@ class KeyRule(NamedTuple):
     absent: str = ""
     """Why no run can use it."""
     rounds: tuple[str, str] | None = None
-    """A switch that is handed over although it rounds more than the recipe's precision: what it
-    applies to, and how it is rounded."""
+    """A switch that may round more than the recipe's precision: what it rounds, and how."""
     fix: str = "delete it"
 
 

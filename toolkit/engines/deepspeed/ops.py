@@ -65,7 +65,7 @@ ON_GPU = ("fused_adam", "async_io", "quantizer")
 
 _POLL_S = 0.2
 _TURN, _BUILT = "dmt-building", "dmt-built"
-"""Files in the folder of an op: locked while a process builds it, and there once it is."""
+"""Files in an op's folder: locked while a process builds it, and there once it is built."""
 
 _AIO_PROGRAM = "#include <libaio.h>\nint main() { io_context_t c = 0; return io_destroy(c); }\n"
 

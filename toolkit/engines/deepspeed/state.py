@@ -44,8 +44,8 @@ def whole_parameters(
 
 
 def _stage_0_masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-    """In 16 bits: each trained parameter, the fp32 tensor that its master is in, and its first
-    element there."""
+    """Each trained parameter in 16 bits, the fp32 tensor of its master, and its first element
+    there."""
     groups: Iterable[tuple[Tensor, list[nn.Parameter]]] = ()
     if hasattr(optimizer, "fp32_groups_flat"):  # of a fused AdamW
         groups = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
@@ -60,7 +60,8 @@ def _stage_0_masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int
 
 
 def _part(parameter: nn.Parameter, offset: int, holder: Tensor) -> Tensor:
-    """The elements of `holder`, a flat group or the parameter's own, that are the parameter."""
+    """The elements of one parameter in `holder`, which is a flat group or the parameter's
+    own."""
     return holder.detach().view(-1)[offset : offset + parameter.numel()]
 
 
@@ -221,8 +222,8 @@ def undo_first_step(optimizer: Any) -> None:
 
 @torch.no_grad()
 def follow_masters(optimizer: Any, stage: int) -> None:
-    """Give the weights that the model computes with the values of their fp32 masters, as the
-    end of DeepSpeed's step does; not for stage 0 in fp32, where they are the same."""
+    """Copy the fp32 masters to the weights that the model computes with, as DeepSpeed's step
+    does. In fp32, stage 0 needs none of this: they are the same."""
     if stage == 0:
         for weight, master, offset in _stage_0_masters(optimizer):
             weight.copy_(_part(weight, offset, master).view_as(weight))

@@ -57,7 +57,7 @@ class FsdpCost(EngineCost):
         return width * (gathered + head) + (width + FP32_BYTES) * largest
 
     def buffers_at_loss(self, layout: Layout, width: int, share: StageShare) -> float:
-        """The gathered head; and of the micro batch before, what was reduced last: it stays
+        """The gathered head, and what was reduced last in the micro batch before. That stays
         until the next backward pass reduces something."""
         share = _managed(layout, share)
         kept, last = share.vocabulary, share.trained.vocabulary
@@ -70,8 +70,8 @@ class FsdpCost(EngineCost):
 
 
 def _managed(layout: Layout, share: StageShare) -> StageShare:
-    """What FSDP2 gathers and reduces: where a rank has all of every parameter, it leaves frozen
-    weights alone."""
+    """The weights that FSDP2 gathers and reduces. It leaves frozen ones alone where a rank has
+    all of every parameter."""
     whole = layout.dp * layout.cp == layout.replicate and layout.offload_parameters == "none"
     return share.trained if whole else share
 

@@ -1,4 +1,4 @@
-"""Engines `fsdp` and `ddp`: torch's FSDP2 (`fully_shard`) around every decoder layer. AdamW.
+"""Engines `fsdp` and `ddp`: torch's FSDP2 (`fully_shard`) around every decoder layer, AdamW.
 
 Each rank holds rows of every trained parameter, in fp32, with their gradients and moments. A
 layer's weights are gathered in the compute precision while they are used. The model is made
@@ -72,11 +72,11 @@ class FsdpEngine(totals.LogProbEngine):
         setup.settle_kernels(self.model)
         self.balance = Balance.of_transformers(setup, self.model, self.context)
         self.units = self._shard(config, unmanaged)
-        """What is gathered as one: the whole model's rest first, then in model order."""
+        """Units that are gathered as one: the whole model's rest first, then in model order."""
         self.model.to_empty(device=torch.device("cpu") if self.offloads else self.device)
         hf.restore_buffers(self.model, setup.model_config, self.device)
         self.shards: dict[str, nn.Parameter] = dict(hf.named_parameters(self.model))
-        """Kept: while weights are gathered, the model's own parameters are others."""
+        """Kept, because gathering replaces the model's own parameters for a while."""
         self._fill()
         hf.enable_recompute(self.model, setup.layout.recompute)
         self.model.train()

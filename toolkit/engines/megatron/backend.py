@@ -28,7 +28,7 @@ class MegatronCost(EngineCost):
         return in_place_logit_bytes(width)
 
     def communicators(self, layout: Layout) -> int:
-        """Every kind of group has its own, also if it has all ranks: those that share an
+        """Every kind of group has a communicator, also if it has all ranks: those that share an
         optimizer, data, tensor, pipeline with tied embeddings, context, experts and theirs."""
         data = layout.dp * layout.cp > 1
         model = (layout.tp > 1) + 2 * (layout.pp > 1) + (layout.cp > 1) + 2 * (layout.ep > 1)

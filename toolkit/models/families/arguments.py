@@ -118,8 +118,8 @@ def padding_token(config: Config, spec: ModelSpec) -> int | None:
 
 
 def rope_of(config: Config) -> Mapping[str, Any]:
-    """The map of rotary settings, completed by transformers; that of layers with full attention
-    where layers rotate differently. Empty without rotary positions."""
+    """The map of rotary settings, completed by transformers. If layers rotate differently, that
+    of layers with full attention. Empty without rotary positions."""
     rope: Mapping[str, Any] = config["rope_parameters"] or {}
     full: Mapping[str, Any] = rope.get("full_attention", rope)
     return full

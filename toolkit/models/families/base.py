@@ -43,8 +43,8 @@ class MegatronModel:
     moe_layers: frozenset[int] = frozenset()
     """Layers with experts instead of a dense MLP."""
     embedding_scale: float = 1.0
-    """Factor of the token embeddings before the first layer; not of a tied output
-    projection."""
+    """Factor of the token embeddings before the first layer. A tied output projection has
+    none."""
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP before they are added to the residual."""
     logits_divisor: float = 1.0

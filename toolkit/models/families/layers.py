@@ -41,8 +41,8 @@ class Names:
     output: str = "o_proj"
     mlp: str = "mlp"
     up: Sequence[str] = ("gate_proj", "up_proj")
-    """Gate and up projection, one name twice if one tensor holds both; or the up projection of
-    an MLP without gate."""
+    """Gate and up projection, one name twice if one tensor holds both. Without a gate, the
+    MLP's up projection."""
     down: str = "down_proj"
     transposed: bool = False
     """Matrices are stored [in, out]."""

@@ -114,8 +114,8 @@ def ends(numbers: range) -> tuple[int, int]:
 def overlaps(
     parts: Iterable[Part], size: Callable[[Part], int], start: int, stop: int
 ) -> Iterator[tuple[Part, int, int]]:
-    """The parts that lie inside [start, stop) when all are laid end to end; of each its own
-    start and end in there."""
+    """The parts inside [start, stop) when all are laid end to end. Each has its own start and
+    end there."""
     offset = 0
     for part in parts:
         length = size(part)

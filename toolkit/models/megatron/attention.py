@@ -31,7 +31,7 @@ class CausalAttention(MegatronModule):  # type: ignore[misc]
     """Causal softmax(q·k)·v by torch's fused kernels, with an optional window."""
 
     fused = True
-    """Whether torch's fused kernels are used. They neither cap scores nor have sinks."""
+    """Whether torch's fused kernels compute. They neither cap scores nor have sinks."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ class ZeroCenteredNorm(nn.RMSNorm):
 
 
 def local_device() -> torch.device:
-    """Where this rank's parameters are."""
+    """The device of this rank's parameters."""
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -28,9 +28,9 @@ EAGER_RMS_NORM_BYTES = 4
 and the scaled copy that its weight multiplies: the fp32 copy of its input, instead of its
 input."""
 PARTS = ("norms", "qkv", "attention", "mlp", "experts")
-"""Of a layer: the residual stream with its norms and dropout masks; queries, keys and values;
-attention's output and what its kernel keeps; the dense feed-forward; mixture of experts. The
-last two are means over layers."""
+"""Parts of a layer: the residual stream with its norms and dropout masks, queries with keys and
+values, attention's output with what its kernel keeps, the dense feed-forward, mixture of
+experts. The last two are means over layers."""
 
 
 @dataclass(frozen=True)
@@ -269,8 +269,8 @@ def _bias(workload: Workload, layout: Layout, inner: float) -> float:
 
 
 def of_micro_batch(layout: Layout) -> Layout:
-    """What decides how a rank computes one micro batch of a layer and of the head: results are
-    kept by it, and are the same for many layouts."""
+    """Everything that decides how a rank computes one micro batch of a layer and of the head.
+    Results are kept by it, and are the same for many layouts."""
     return Layout(
         dp=layout.dp if layout.ep > 1 else 1,
         tp=layout.tp,
@@ -346,7 +346,7 @@ def _single_megatron(workload: Workload) -> bool:
 
 def _latents(workload: Workload, tokens: float) -> float:
     """Latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) normalises the latent
-    vectors and projects the result; in single operators a norm keeps its own copies of its
+    vectors and projects the result. In single operators, a norm keeps its own copies of its
     input."""
     width = workload.width
     norm = EAGER_RMS_NORM_BYTES + width if _eager_norms(workload) else width
@@ -354,8 +354,8 @@ def _latents(workload: Workload, tokens: float) -> float:
 
 
 def _norm_bytes(workload: Workload) -> int:
-    """What a norm keeps per element besides its output: its input; single operators their fp32
-    copy of it and, if the weight trains, what it multiplies."""
+    """Bytes that a norm keeps per element besides its output: its input. Single operators keep
+    their fp32 copy of it and, if the weight trains, what it multiplies."""
     if workload.spec.wide_norms and not (workload.fused_elementwise or workload.fused_norms):
         return 2 * FP32_BYTES
     width = workload.width

@@ -58,8 +58,8 @@ class Device:
 
 @lru_cache(maxsize=1024)
 def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
-    """The rates of `gpu`: measured, or a share of its peaks; those of a nominal CPU for an
-    unknown one.
+    """The rates of `gpu`: measured, or a share of its peaks. An unknown one gets those of a
+    nominal CPU.
 
     Raises PlanError for a precision that the accelerator lacks.
     """

@@ -40,8 +40,9 @@ class Workload:
     """The model implementation: transformers' (or another one on PyTorch's own operators), or
     megatron-core's."""
     attention: Attention = "fused"
-    """fused: flash attention, which stores no scores; unfused: scores written to memory, one
-    kernel from them to the weights (Megatron's of 2022); eager: by single PyTorch operators."""
+    """`fused`: flash attention, which stores no scores. `unfused`: scores written to memory,
+    one kernel from them to the weights (Megatron's of 2022). `eager`: by single PyTorch
+    operators."""
     flash_version: Literal[1, 2] = 2
     """Generation of the fused kernel: 1 for FlashAttention (and its Triton port), 2 for
     FlashAttention-2 and those that came after it."""
@@ -49,11 +50,11 @@ class Workload:
     """Chains of elementwise operators run as one kernel (Megatron's or Transformer Engine's
     fusions, torch.compile). Otherwise each reads and writes memory."""
     fused_glu: bool = False
-    """Of what else runs as single operators, a gated activation function is one kernel, which
-    keeps only its input."""
+    """Whether a gated activation is one kernel, which keeps only its input, where other
+    elementwise operators are single ones."""
     fused_norms: bool = False
-    """Of what else runs as single operators, an RMSNorm is one kernel, which keeps only its
-    input, and so are rotary positions."""
+    """Whether an RMSNorm is one kernel, which keeps only its input, and so are rotary
+    positions, where other elementwise operators are single ones."""
     grouped_experts: bool = False
     """Products of all experts at once."""
     reduce_bytes: float | None = None

@@ -263,8 +263,8 @@ def _inner(job: PlanRequest, parallel: ParallelSection) -> float:
 
 
 def _products_s(job: PlanRequest, parallel: ParallelSection) -> float:
-    """Seconds of one expert's forward and backward pass at the peak, of evenly routed tokens of
-    a micro batch; of one sample where its size is open."""
+    """Seconds of one expert's forward and backward pass at the peak, with evenly routed tokens
+    of a micro batch. If its size is open, of one sample."""
     spec, training = job.spec, job.training
     samples = degree(training.micro_batch_size) * training.rows_per_sample
     tokens = samples * training.sequence_length * spec.experts_per_token / spec.experts

@@ -259,7 +259,7 @@ def _result(func: Any, args: Any, kwargs: Any, routed: float) -> Any:
 
 
 def _one_by_one(operator: Any) -> Callable[..., Any]:
-    """What does the same with each pair of tensors. Fake tensors know no coalesced operator."""
+    """Apply an operator to each pair of tensors. Fake tensors know no coalesced operator."""
 
     def run(outputs: Sequence[Tensor], inputs: Sequence[Tensor], *options: Any) -> Any:
         for pair in zip(outputs, inputs, strict=True):
