@@ -170,7 +170,7 @@ def test_what_does_not_fit_says_how_far_off_and_what_would(dmt: Dmt) -> None:
 def test_launch_prints_layout_trackers_and_warnings_alone(tmp_path: Path, dmt: Dmt) -> None:
     told = dmt("launch", TINY, "--dry-run", "--run-dir", tmp_path / "run").err.splitlines()
     assert "layout deepspeed dp2 zero2, micro batch 8 × 1" in told
-    assert "logging to W&B (project dmt, mode offline)" in told
+    assert "logging to W&B (offline), project dmt" in told
     assert not [line for line in told if "auto" in line or line.startswith("exact")]
 
 

@@ -93,7 +93,9 @@ def test_a_plan_says_why_its_layout_was_chosen_and_what_is_tight() -> None:
     fastest = next(chosen.with_margin(chosen.ranked))
     gain = 1 - fastest.step_s / chosen.best.step_s
     first, *_ = reasons(chosen, 0.0)
-    assert first.startswith("choice: the simplest layout that fits with a margin of memory")
+    assert first.startswith(
+        "choice: the simplest deepspeed or megatron layout that fits with a margin"
+    )
     assert first.endswith(f"{gain:.1%} less time") and gain > 0
     # As large as this layout needs: it is tight, and so is all that is chosen instead.
     fixed, least = settled(wanted, plan_of(chosen)), chosen.best.memory_gib + 0.1

@@ -22,7 +22,7 @@ from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.ledger import Kind, LedgerEntry
 from toolkit.plan.planned import Planned, plan_recipe
-from toolkit.plan.reasons import why
+from toolkit.plan.reasons import compared_engines, why
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 from toolkit.text.units import GIB, MIB_PER_GIB, human, seconds, size
@@ -165,14 +165,14 @@ def _lines(planned: Planned, explain: bool) -> Iterator[str | Text]:
     yield from _facts(planned)
     yield ""
     best, *others = found.shortlist(_SHOWN)
-    engines = dict.fromkeys(one.pair.engine for one in (best, *others))
-    unasked = [one.best for one in other_engines(found, engines)]
-    others = sorted([*others, *unasked], key=lambda one: (not one.fits, one.step_s))
+    shown = {one.pair.engine for one in (best, *others)}
+    others += [one.best for one in other_engines(found, shown)]
+    others.sort(key=lambda one: (not one.fits, one.step_s))
     yield from plan_tables.strategies(best, [best, *others])
-    if unasked:
-        yield Text(
-            f"  auto takes {' or '.join(engines)}; parallel.engine asks for others", "dim"
-        )
+    engines = compared_engines(found)
+    if {one.pair.engine for one in others} - {*engines}:
+        takes = f"auto takes {' or '.join(engines)}, other engines run if you state them"
+        yield Text(f"  {takes}", "dim")
     yield ""
     entries = ledger_of(planned.recipe, plan)
     if explain:

@@ -60,6 +60,11 @@ def with_context(job: PlanRequest, best: Estimate) -> PlanRequest:
     return job.asking(parallel=job.parallel.model_copy(update=degree))
 
 
+def compared_engines(found: Search) -> list[str]:
+    """The engines whose layouts the search compares: with `engine: auto` rarely all."""
+    return [*dict.fromkeys(pair.engine for pair in model_rules.able_pairs(found.job))]
+
+
 def why(found: Search) -> str:
     """How the layout was chosen, and what the fastest one would gain."""
     best = found.best
@@ -68,11 +73,14 @@ def why(found: Search) -> str:
     able = "fits with a margin of memory" if best.room == "fits" else "fits"
     fastest = next(one for one in found.ranked if one.room in (best.room, "fits"))
     gain = 1 - fastest.step_s / best.step_s
+    by_auto = found.job.parallel.engine == "auto"
+    layout = f"{' or '.join(compared_engines(found))} layout" if by_auto else "layout"
     if gain < LEAST_GAIN:
-        return f"choice: the fastest layout that {able}"
+        return f"choice: the fastest {layout} that {able}"
+    quicker = layout_text(*fastest.pair, fastest.layout)
     return (
-        f"choice: the simplest layout that {able} and costs at most {WORTH:.0%} of speed; the "
-        f"fastest one, {layout_text(*fastest.pair, fastest.layout)}, takes {gain:.1%} less time"
+        f"choice: the simplest {layout} that {able} and costs at most {WORTH:.0%} of speed; "
+        f"the fastest one, {quicker}, takes {gain:.1%} less time"
     )
 
 
