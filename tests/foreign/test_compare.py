@@ -91,13 +91,13 @@ def test_the_layout_of_a_plan_as_megatron_lms_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("bf16: false\nfp16: false\noutput_dir: x", set()),
-        ("bf16: false\nmax_steps: 200\noutput_dir: x", set()),
-        ("gradient_checkpointing: false\noutput_dir: x", set()),
-        ("gradient_checkpointing: true\noutput_dir: x", {"gradient_checkpointing"}),
-        ("warmup_steps: 0.1\noutput_dir: x", set()),  # a tenth of 200
+        ("bf16: false\nfp16: false\nreport_to: none", set()),
+        ("bf16: false\nmax_steps: 200\nreport_to: none", set()),
+        ("gradient_checkpointing: false\nreport_to: none", set()),
+        ("gradient_checkpointing: true\nreport_to: none", {"gradient_checkpointing"}),
+        ("warmup_steps: 0.1\nreport_to: none", set()),  # a tenth of 200
         ("num_processes: 4\nmixed_precision: bf16", {"num_processes", "mixed_precision"}),
-        ("num_train_epochs: 2\noutput_dir: x", set()),  # the recipe counts steps
+        ("num_train_epochs: 2\nreport_to: none", set()),  # the recipe counts steps
     ],
 )
 def test_a_setting(text: str, wrong: set[str], tiny: Planned, tmp_path: Path) -> None:

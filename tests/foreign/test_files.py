@@ -59,7 +59,7 @@ LF, AXOLOTL = (
     "stage: sft\ndataset: x\ncutoff_len: 512\n",
     "base_model: a/b\nmicro_batch_size: 1\n",
 )
-TRL = "output_dir: x\nlearning_rate: 1e-5\n"
+TRL = "report_to: none\nlearning_rate: 1e-5\n"
 SHAPE = (
     "torchrun x.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 128 "
     "--micro-batch-size 1 --lr 1e-4 --train-iters 50 --padded-vocab-size 512 --swiglu "
@@ -84,6 +84,7 @@ SHAPE = (
         *((TRL + more, more.partition(":")[0]) for more in (
             "load_in_4bit: true\n", "max_steps: '1h'\n", "optim: lion_32bit\n",
             "loss_type: kto\n", "predict_with_generate: true\n", "bf16: maybe\n",
+            "use_peft: 1\n",
         )),
         (f"{SHAPE} --num-experts 4 --moe-router-score-function sigmoid", "--moe-router-sco"),
         (SHAPE.replace("128 ", "$SEQ ", 1), "--seq-length"),
@@ -96,6 +97,7 @@ SHAPE = (
         ('{"zero_optimization": 3}', "zero_optimization"),
         ("distributed_type: TPU\nnum_processes: 2", "distributed_type"),
         ("num_processes: x\nmixed_precision: no", "num_processes"),
+        ("fp16: true\nmax_steps: 3", "the Trainer, LLaMA-Factory, Axolotl alike"),
         ("model: a/b\ntrain_dataset: d\ncutoff_len: 512\ntemplate: qwen", "a format that"),
     ],
 )  # fmt: skip

@@ -61,6 +61,24 @@ DEEPSPEED = (
 )
 
 
+@pytest.mark.parametrize(
+    ("more", "loss_on"),
+    [
+        ("", "not stated"),
+        ("assistant_only_loss: true", "assistant"),
+        ("assistant_only_loss: false", "all"),
+        ("assistant_only_loss: false\ncompletion_only_loss: true", "completion"),
+    ],
+)
+def test_which_tokens_of_chats_train(more: str, loss_on: str, tmp_path: Path, dmt: Dmt) -> None:
+    """TRL trains on whole conversations by default, a recipe on what the assistant says."""
+    file = tmp_path / "sft.yaml"
+    file.write_text(f"dataset_name: a/b\nuse_peft: true\nmax_length: 512\n{more}\n")
+    said = dmt("init", "llama-3.1-8b", "--from", file, *MACHINE)
+    assert ("assistant_only_loss (not stated)" in said.err) == (loss_on == "not stated")
+    assert (f"loss_on: {loss_on}" in said.out) == (loss_on != "not stated")
+
+
 def test_two_files_and_the_tools_defaults(tmp_path: Path, dmt: Dmt) -> None:
     """The batch is that of the ranks; what the Trainer does by itself is stated."""
     arguments, config = tmp_path / "args.json", tmp_path / "ds.json"

@@ -190,7 +190,7 @@ def carry(tool: ForeignTool, settings: Settings) -> Found:
             found.defaults[key] = value["value"]
     refused = set()
     for name, at in settings.items():
-        if name in tool.must_be and at.value not in tool.must_be[name]:
+        if not any(same(at.value, one) for one in tool.must_be.get(name, [at.value])):
             words = ", ".join(in_yaml(word) for word in tool.must_be[name] if word != "")
             found.problems.append(at.problem(words, OTHER_RUN))
             refused.add(name)

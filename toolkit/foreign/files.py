@@ -38,7 +38,7 @@ def read(path: Path, option: str) -> Found:
         kind, file = _recognised(path)
     except _NoKind as error:
         kinds = ", ".join(one.form for one in tools())
-        fix = "name a file of one of these kinds"
+        fix = "name a whole file of one of these kinds"
         raise RecipeError([Problem(option, str(error), kinds, fix, str(path))]) from error
     found = read_as(kind, file)
     found.stop()
@@ -141,7 +141,10 @@ def _by_names(file: JsonFile) -> tuple[ForeignTool, JsonFile]:
         scores[tool("deepspeed")] += 2
     best = max(scores, key=lambda one: scores[one])
     if not scores[best]:
-        raise _NoKind(f"settings {', '.join(list(file.values)[:5]) or 'none'}")
+        raise _NoKind(f"settings {', '.join(map(str, [*file.values][:5])) or 'none'}")
+    alike = [one for one, score in scores.items() if score == scores[best]]
+    if not all(best.names <= one.names for one in alike):
+        raise _NoKind(f"settings of {', '.join(one.name for one in alike)} alike")
     return best, file
 
 

@@ -22,7 +22,7 @@ from typing import Any
 from ruamel.yaml import YAML
 
 TOOLS = ("deepspeed", "accelerate", "trainer", "llama_factory", "axolotl", "megatron_lm")
-"""The tools. If two know as many names of a file, it is the first one's."""
+"""The tools. A table comes before the one that includes it: it has the files that both know."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from toolkit.errors import DmtError, PlanError, RecipeError
 from toolkit.foreign.carry import Carried, ForeignSetting, Found, Left, left_lines
 from toolkit.foreign.megatron import config_of
 from toolkit.foreign.statements import complete, ranks_of, read_together
+from toolkit.foreign.tables import tool
 from toolkit.intake.load import judged, valid
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
@@ -69,6 +70,7 @@ def import_files(
         _put(found, f"cluster.{name}", value, origin)
     _add_required(found, base, task, given_task is not None)
     _add_data(found, task, data)
+    _say_loss(found)
     _add_validation(found)
     _clean_name(found)
     recipe = _valid(found)
@@ -237,6 +239,16 @@ def _add_data(found: Found, task: Task, data: Path | None) -> None:
         _put(found, key, source, ", ".join(places))
     todo = "TO DO: the files name no data set (docs/data.md)"
     _put(found, "data.train", {"kind": _KINDS[task], "path": PLACEHOLDER}, todo)
+
+
+def _say_loss(found: Found) -> None:
+    """Of chats, TRL's scripts train on more than a recipe, unless they are told otherwise."""
+    source = found.values["data.train"].value
+    is_chat = isinstance(source, Mapping) and source.get("kind") == "chat"
+    if is_chat and "loss_on" not in source and tool("trainer") in found.tools:
+        what = "TRL then trains on whole conversations: write `loss_on: all` in data.train, or "
+        what += "`completion` if rows have a prompt and a completion"
+        found.drop(ForeignSetting("assistant_only_loss", None, "not stated"), what)
 
 
 def _add_validation(found: Found) -> None:

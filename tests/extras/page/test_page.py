@@ -149,6 +149,11 @@ def test_recipe_next_to_its_defaults(tmp_path: Path) -> None:
     settings = dict(found["table"][1:])
     assert settings["training.seed"] == "5" and "schedule.decay_steps" not in settings
     assert "decay_steps: null" in found["text"]
+    old = dump_recipe(recipe).replace("logging:\n", "logging:\n  wandb: {project: p}\n")
+    (run / "recipe.yaml").write_text(old)
+    found = section(data_of(run), "Recipe")
+    assert found["note"].endswith("An earlier release had logging.wandb.")
+    assert dict(found["table"][1:])["training.seed"] == "5"
     (run / "recipe.yaml").write_text("name: x\nnot: known\n")
     found = section(data_of(run), "Recipe")
     assert "This release does not read it" in found["note"] and "not: known" in found["text"]

@@ -8,6 +8,7 @@ from pydantic import ValidationError
 from toolkit.extras.page.charts import MOST_MARKS
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
+from toolkit.removed import without_removed, without_unset
 from toolkit.report.attempts import amount, number
 from toolkit.report.compare import median_speed
 from toolkit.report.goodput import PARTS
@@ -102,14 +103,18 @@ def _recipe(record: RunRecord) -> Section | None:
         return None
     text = read_bytes(record.run.recipe).decode("utf-8")
     section: Section = {"title": "Recipe", "text": text, "open": "All settings"}
+    gone: list[str] = []
+    recorded = without_removed(without_unset(parse_recipe(text)), gone)
     try:
-        stated = Recipe.model_validate(parse_recipe(text), strict=False)
+        stated = Recipe.model_validate(recorded, strict=False)
     except ValidationError as error:
         note = f"This release does not read it: {error.error_count()} settings."
         return {**section, "note": note}
     values = leaves(stated.model_dump(exclude_defaults=True, mode="json"))
     own = [[key, in_yaml(value)] for key, value in values]
     section["note"] = f"{len(own)} settings differ from the defaults of this release."
+    if gone:
+        section["note"] += f" An earlier release had {', '.join(dict.fromkeys(gone))}."
     section["table"] = [["setting", "value"], *own]
     return section
 

@@ -319,7 +319,7 @@ class Study(ABC):
         for name, value in self._identity.items():
             if identity.get(name) != value:
                 raise PlanError(
-                    f"{self.request.folder} has trials of another {name}",
+                    f"{self.request.folder} has trials of another {name}, or version of DMT",
                     fix="name another folder with --dir, or remove it",
                 )
         if not self.whole:  # what runs was killed
