@@ -150,7 +150,7 @@ def test_what_the_command_prints(
     line = 1 + TINY.read_text().splitlines().index("  global_batch_size: 16")
     printed = dmt("check", TINY, "--against", file, code=2)
     assert f"train_batch_size: 999, the recipe 16 ({TINY}:{line})" in printed.out
-    file.write_text('{"gradient_clipping": 0.25}')
+    file.write_text('{"gradient_clipping": 0.25, "steps_per_print": 9}')
     dmt("check", TINY, "--against", file, "--set", "optimizer.clip_grad_norm=0.25")
 
 
