@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,7 +39,7 @@ def test_every_layout(layouts: list[Case]) -> None:
 
 
 def test_what_is_converted() -> None:
-    """Products whose sizes are multiples of 16."""
+    """Products whose sizes are multiples of 16, with the scales that are stated."""
     config = AutoConfig.for_model(
         "llama", vocab_size=64, hidden_size=32, intermediate_size=72, num_hidden_layers=4,
         num_attention_heads=2,
@@ -46,8 +47,14 @@ def test_what_is_converted() -> None:
     model = AutoModelForCausalLM.from_config(config)
     names = {name: id(parameter) for name, parameter in model.named_parameters()}
     convert(model, "rowwise")
-    found = {name for name, part in model.named_modules() if isinstance(part, Float8Linear)}
-    assert found == {
+    found = {
+        name: part.config
+        for name, part in model.named_modules()
+        if isinstance(part, Float8Linear)
+    }
+    stated = Float8LinearConfig.from_recipe_name("rowwise")
+    assert {replace(one, emulate=False) for one in found.values()} == {stated}
+    assert found.keys() == {
         f"model.layers.{layer}.self_attn.{one}_proj" for layer in range(4) for one in "qkvo"
     }
     assert {name: id(parameter) for name, parameter in model.named_parameters()} == names

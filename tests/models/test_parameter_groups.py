@@ -3,10 +3,11 @@
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from tests.plan.making import TINY, intent, recipe
-from toolkit.engines.adamw import parameter_groups
+from toolkit.engines.adamw import moments, parameter_groups
 from toolkit.errors import RecipeError
 from toolkit.models.adapters.lora import trained_tensors
 from toolkit.models.parameter_groups import (
@@ -106,3 +107,15 @@ def test_a_small_model_has_the_groups_that_suit_it() -> None:
         prepare(grouping(small), Options()).recipe.optimizer.learning_rate
         <= ADAMW.largest_rate / 4
     )
+
+
+def test_moments_have_the_names_of_checkpoints() -> None:
+    """Which engines that save and load by the same function would not notice."""
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.full((2,), 3.0)
+    optimizer = torch.optim.AdamW([weight], betas=(0.9, 0.99))
+    optimizer.step()
+    found = moments(optimizer, weight)
+    assert found["weight"] is weight
+    assert found["exp_avg"].tolist() == pytest.approx([0.1 * 3.0] * 2)
+    assert found["exp_avg_sq"].tolist() == pytest.approx([0.01 * 3.0**2] * 2)
