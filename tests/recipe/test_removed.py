@@ -73,16 +73,27 @@ def test_a_removed_setting_that_was_not_set_is_no_change(path: str) -> None:
     assert not [*changes(old, new)]
 
 
-def test_a_run_with_a_removed_setting_is_not_told_to_state_it(tmp_path: Path) -> None:
-    recipe = load_recipe(PLAIN, ["schedule.name=plateau", "schedule.plateau={}"])
+@pytest.mark.parametrize(
+    ("now", "removed", "value"),
+    [
+        (["schedule.name=plateau", "schedule.plateau={}"], "schedule.plateau.cooldown", 3),
+        (["training.batch_ramp={start: 4, increment: 4, steps: 9}"],
+         "training.batch_ramp.tokens", 4096),
+    ],
+)  # fmt: skip
+def test_a_run_with_a_removed_setting_is_not_told_to_state_it(
+    now: list[str], removed: str, value: int, tmp_path: Path
+) -> None:
+    recipe = load_recipe(PLAIN, now)
     stored = yaml.safe_load(dump_recipe(recipe))
-    stored["schedule"]["plateau"]["cooldown"] = 3
+    section, inner, name = removed.split(".")
+    stored[section][inner] |= {"steps": None, name: value}
     run = RunDirectory(tmp_path)
     run.recipe.write_text(yaml.safe_dump(stored))
     with pytest.raises(RecipeError) as error:
         refuse_other_run(run, recipe)
     (problem,) = error.value.problems
-    assert problem.key == "schedule.plateau.cooldown"
+    assert problem.key == removed
     assert "--change" not in problem.fix and "old value" not in problem.fix
 
 

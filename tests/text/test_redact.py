@@ -38,7 +38,8 @@ def test_shapes(value: str) -> None:
 @pytest.mark.parametrize(
     "key",
     ["api_key", "wandb.apiKey", "token", "hf_token", "HFToken", "password", "a.secrets.b",
-     "access-key", "db_passwd", "credentials", "model.config.auth_token"],
+     "access-key", "db_passwd", "credentials", "model.config.auth_token",
+     "launch.kubernetes.pod.containers[0].env[0].secret"],
 )  # fmt: skip
 def test_secret_keys(key: str) -> None:
     assert looks_secret(key, "x")
@@ -62,6 +63,10 @@ def test_secret_keys(key: str) -> None:
         ("data.train.files", "/cache/" + HEX + "/train.txt"),
         ("name", "llama-3.1-8b-pretrain-with-a-very-long-name-2"),
         ("key", "value"),
+        ("launch.kubernetes.pod.containers[0].envFrom[0].secretRef.name", "keys"),
+        ("launch.kubernetes.pod.containers[0].env[0].valueFrom.secretKeyRef.key", "WANDB"),
+        ("launch.kubernetes.pod.imagePullSecrets[0].name", "registry"),
+        ("launch.kubernetes.pod.volumes[0].secret.secretName", "keys"),
     ],
 )
 def test_ordinary_settings(key: str, value: object) -> None:

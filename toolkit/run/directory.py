@@ -159,6 +159,9 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
         and not is_within(key, requested)
         and not was_requested(run, key, new_value)
     ]
+    # With a removed setting the run cannot resume, whatever the fixes of the others say.
+    if removed := [one for one in problems if one.key in SETTINGS]:
+        raise RecipeError(removed)
     if problems:
         raise RecipeError(problems)
 

@@ -69,6 +69,10 @@ _SECRET_NAME = (
 )
 _SECRET_KEY = re.compile(rf"(?<![a-z0-9]){_SECRET_NAME}(?![a-z0-9])")
 """Within one name of a dotted key, in lower case with `_` between its words."""
+_REFERENCE = re.compile(
+    r"\.pod\.(.*\b(secretRef|secretKeyRef|imagePullSecrets)\b|volumes\b.*\.secret\.)"
+)
+"""Within the dotted key of what only names a Secret that Kubernetes has."""
 _NAME_IN_TEXT = rf"(?:[A-Za-z0-9]{{1,30}}[_-]){{0,6}}{_SECRET_NAME}"
 _ASSIGNED = re.compile(
     rf"(?<![A-Za-z0-9])({_NAME_IN_TEXT}[\"']?\s{{0,3}}[=:]\s{{0,3}}[\"']?(?:bearer |basic )?"
@@ -150,7 +154,8 @@ class Redactor:
         if value is None or isinstance(value, bool):
             return False
         names = [_words(part) for part in key.split(".")]
-        if any(_SECRET_KEY.search(name) or name == "token" for name in names):
+        is_secret = any(_SECRET_KEY.search(name) or name == "token" for name in names)
+        if is_secret and not _REFERENCE.search(key):
             return True
         if not isinstance(value, str):
             return False
