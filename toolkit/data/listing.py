@@ -76,7 +76,7 @@ def _matching(pattern: str) -> Sequence[DataFile]:
         raise DataError(
             f"`{pattern}` is a folder", fix=f"write a glob of its files, e.g. `{inside}`"
         )
-    raise DataError(f"no file matches `{pattern}`", fix=fix)
+    raise DataError(f"no file matches `{_expand(pattern)}`", fix=fix)
 
 
 def _excluded(pattern: str) -> Sequence[DataFile]:
