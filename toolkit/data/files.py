@@ -30,7 +30,7 @@ def cache_folder(configured: str | None) -> Path:
 
 
 def fingerprint_of(value: object) -> str:
-    """Hash of a value made of strings, numbers, None, lists and dicts. Hex."""
+    """Hash, in hex, of a value made of strings, numbers, None, lists and dicts."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

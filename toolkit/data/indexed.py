@@ -75,7 +75,7 @@ class IndexedTokens:
     """A pair of files. Tokens are read lazily."""
 
     tokens: TokenArray
-    """Token ids [total], in the type they are stored in. Memory-mapped."""
+    """Token ids [total], memory-mapped, in the type they are stored in."""
     document_offsets: Int64Array
     """Byte offset of each document's first token, int64 [documents], ascending. May be a
     view into the (unaligned) index file: look things up with `bisect`, which reads a few

@@ -131,7 +131,7 @@ def check_text(file: DataFile, beginning: bytes) -> None:
 def content_fingerprint(
     files: Sequence[DataFile], cache: Path, *, sampled: bool = False
 ) -> str:
-    """Hash of the files' contents, in order. Hex. `sampled` hashes of local files samples only.
+    """Hash of the files' contents, in order, in hex. With `sampled`, samples of local files.
 
     The result is stored in `cache` under each file's metadata (path, inode, size, times of its
     last modification and last change; of a URL, what its store reports), so that a second run
@@ -176,8 +176,8 @@ def _hash_file(file: DataFile) -> str:
 
 
 def _hash_samples(path: Any) -> str:
-    """Hash of the size of a file and of `_SAMPLES` pieces that are spread evenly over it, which
-    are all of it up to 16 MiB. Hex."""
+    """Hash, in hex, of a file's size and of `_SAMPLES` pieces that are spread evenly over it.
+    Up to 16 MiB they are all of it."""
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size

@@ -217,6 +217,6 @@ def tokens_before_text(backend: "Tokenizer") -> list[int]:
 
 
 def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerFast") -> str:
-    """Hash of everything in the tokenizer that decides the tokens of a document. Hex."""
+    """Hash, in hex, of everything in the tokenizer that decides the tokens of a document."""
     backend = encoder(tokenizer, parse_special=True)
     return fingerprint_of([backend.to_str(), tokenizer.eos_token_id])

@@ -263,9 +263,9 @@ def _measured(
 
 
 def _drawbacks(one: Estimate) -> tuple[float, ...]:
-    """What decides between equally fast layouts, the least first: memory in excess of what
-    leaves a margin, the number of parallel dimensions and other techniques, their degrees, and
-    memory. On CPUs, where memory is not limited, time before memory."""
+    """Sort key of equally fast layouts, the least first: memory in excess of what leaves a
+    margin, the number of parallel dimensions and other techniques, their degrees, and memory.
+    On CPUs, where memory is not limited, time before memory."""
     if one.capacity_gib is None:
         return one.step_s, one.memory.model_states, moving_parts(one)
     layout = one.layout

@@ -231,9 +231,10 @@ class OuterEngine:
                 raise Stopped(message, fix=_AGAIN)
 
     def _place(self) -> int:
-        """What torchft compares to find the replicas that need the state of another one: the
-        step, and a hash of the anchor, which replicas of one step share, and of what must be
-        alike: of two that are not, one is to take the other's state, and refuses."""
+        """The number that torchft compares to find replicas that need another one's state.
+
+        A hash of the step, of the anchor, which replicas of one step share, and of what must be
+        alike. Of two that are not alike, one is to take the other's state, and refuses."""
         hashes = [xxh3_64_intdigest(anchor.numpy().data) for anchor in self._anchors]
         found = torch.tensor((self._alike + sum(hashes)) % _HASHES)
         dist.all_reduce(found, group=self._start.together.group)

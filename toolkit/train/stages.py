@@ -169,8 +169,8 @@ def _resume(
 
 
 def _watch(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter | None:
-    """Outputs of rank 0, None on the others. From here on, signals save before they stop the
-    run, and steps have a time limit."""
+    """The Reporter of rank 0, None on the others. From here on, signals save before they stop
+    the run, and steps have a time limit."""
     start.at_end.enter_context(start.stop)
     reporter = _reporter(start, steps, checkpoints) if start.leads else None
     start.marks.at_step(start.progress.step)

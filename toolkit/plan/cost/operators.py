@@ -25,9 +25,9 @@ SAVED_PRODUCTS = 0.5
 BACKWARD_SCORES = 2.5
 """Products of fused attention in the backward pass, per product in the forward pass."""
 OTHERS_PER_PRODUCT = 4.5
-"""Of an expert that is computed by itself: with its two products 11 operators, thrice that with
-the backward pass. The host needs 0.2 ms for them: measured, 29 ms for 128 experts of 16 × 16 on
-one core of a CPU."""
+"""Other operators for each product of an expert that is computed by itself. An expert has 11
+operators, thrice that with the backward pass. The host needs 0.2 ms for them: measured, 29 ms
+for 128 experts of 16 × 16 on one core of a CPU."""
 
 
 @dataclass(frozen=True, eq=False)

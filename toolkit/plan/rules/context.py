@@ -62,8 +62,8 @@ def _no_parts(job: PlanRequest) -> str:
 
 
 def unit(context: int, tensor: int = 1) -> int:
-    """What divides every length: the positions of a rank are two equal runs, which sequence
-    parallel splits over `tensor` ranks."""
+    """The number that must divide every length. A rank has two equal runs of positions, which
+    sequence parallel splits over `tensor` ranks."""
     return lcm(2 * context, context * tensor)
 
 
