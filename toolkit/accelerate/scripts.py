@@ -46,10 +46,10 @@ def prepare(
     one has. `overrides` are those of `dmt launch --set`, where `recipe` is a file. `more` goes
     to `accelerate.Accelerator` (trackers, project folder, …).
 
-    Raises RecipeError or PlanError where the recipe is wrong, has other processes than the
-    launcher started, has a plan that Accelerate cannot run, or was started for another engine;
-    BackendUnavailable where DeepSpeed's operators cannot be built; RunFailed if Accelerate did
-    not follow the plan.
+    Raises RecipeError or PlanError where the recipe is wrong, where the launcher's number of
+    processes or engine is another than the recipe's, and where Accelerate cannot run the plan.
+    Raises BackendUnavailable where DeepSpeed's operators cannot be built, and RunFailed if
+    Accelerate did not follow the plan.
     """
     loaded, plan = planned_for_launcher(recipe, overrides)
     _refuse_decided(_OF_ACCELERATOR, more, plan)

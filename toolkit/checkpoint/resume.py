@@ -65,8 +65,8 @@ def find_newest(
 def require_whole_together(
     path: Path, verifying: Callable[[int], Callable[[int], None]] = lambda _: lambda _: None
 ) -> Path:
-    """The checkpoint that `path` means, as `locate` has it. Collective. `verifying` is as in
-    `find_newest`. Raises CheckpointError, on every rank, unless all files have their hashes."""
+    """The folder of the checkpoint at `path`, a run or a checkpoint (see `locate`). Collective.
+    `verifying`: see `find_newest`. Raises CheckpointError, on every rank, for a damaged one."""
     folder: Path
     folder, problem = _from_rank_0(lambda: _or_problem(lambda: locate(path).folder, path))
     problems = [problem] if problem else _verified(folder, verifying)[1]

@@ -1,5 +1,5 @@
 """Saving on all ranks: every rank writes its own file, and they are committed together or not
-at all.
+at all (`store.commit`).
 
 Training stops only while a rank copies its state to host memory. Writing, hashing and
 committing happen in a thread, which communicates by messages: of collectives in one group, two

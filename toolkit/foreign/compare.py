@@ -73,7 +73,7 @@ class FileComparison:
 def against(
     path: Path, recipe: Recipe, plan: Plan | None, places: Mapping[str, str] = {}
 ) -> FileComparison:
-    """Compare a recipe with the file at `path`. Without a plan, not what is `auto`.
+    """Compare a recipe with the file at `path`. Without a plan, `auto` settings are left out.
 
     `places`: where the recipe states its settings (`intake.layers.places_of`).
 

@@ -104,7 +104,7 @@ def _overruled(recipe: Recipe, environ: Mapping[str, str]) -> Iterator[str]:
 
 
 def accelerate_settings(environ: Mapping[str, str]) -> list[str]:
-    """The variables by which a launcher overrules an Accelerator that was given only a part."""
+    """Variables by which `accelerate launch` overrules the arguments of an Accelerator."""
     return [name for name in environ if name.startswith(_ACCELERATE)]
 
 

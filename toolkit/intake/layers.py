@@ -155,8 +155,8 @@ class _Files:
                 self.read(parent, (*chain, path), place)
 
     def composed(self, path: Path, size: Path, task: str, origin: Problem) -> Stated:
-        """The recipe SIZE-TASK, composed as if it were a file. The size's own `tasks` go on top
-        of the size and of what all recipes of the task share."""
+        """The recipe SIZE-TASK, composed as if it were a file: the base of the task, then the
+        size, then what the size's file states under `tasks`. A later one takes precedence."""
         whole, inside = self.parsed(size, origin), ("tasks", task)
         if isinstance(whole.data.get("tasks"), dict | None) and not whole.states(inside):
             fix = _similar(path, origin)

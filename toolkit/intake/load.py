@@ -69,8 +69,8 @@ def judged(stated: Stated, files: Sequence[str] = ()) -> Recipe:
 
 
 def placed(problem: Problem, path: Path, overrides: Sequence[str]) -> Problem:
-    """A problem found after loading, with its place in the recipe at `path`, unless it is in
-    another file. Secrets are masked."""
+    """A problem found after loading, with its place in the recipe at `path`. A problem that
+    names another file keeps its place. Secrets are masked."""
     redacted = replace(problem, found=redact(problem.found))
     if problem.file:
         return redacted

@@ -135,8 +135,8 @@ class LaunchSpec:
         return {**inherited, **self.env, **self.rank_env[index]}
 
     def printable(self) -> str:
-        """Return the shell commands that would do the same, and the files, but the long recipe.
-        Secrets masked."""
+        """Return the shell commands that would do the same, and the files, except the recipe.
+        Secrets are masked."""
         lines = []
         if self.meeting is not None and self.meeting.several:
             lines.append(

@@ -98,8 +98,7 @@ class Pretrain(Objective):
 
 class Sft(Pretrain):
     """Supervised fine-tuning: the loss of `Pretrain` on the trained tokens of conversations.
-    Chat data chooses these tokens. For other documents in the same list, all tokens are
-    trained."""
+    Chat data chooses these tokens. All tokens of plain text that is blended in are trained."""
 
     data_kinds = ("chat",)
     blended_kinds = Pretrain.data_kinds

@@ -19,9 +19,8 @@ def is_layer_matrix(tensor: str, dimensions: int) -> bool:
     """Whether this checkpoint tensor is the weight of a linear layer inside a decoder layer.
 
     These are Muon's (https://kellerjordan.github.io/posts/muon, arXiv:2502.16982, section 2):
-    all projections, experts and routers. Embeddings, head, norms and biases are AdamW's. A norm
-    stays one where its weight has two dimensions, of heads and of their elements, and a
-    convolution where it is stored as a matrix.
+    all projections, experts and routers. Embeddings, head, norms and biases are AdamW's. So are
+    norms with a weight [heads, elements], and convolutions that are stored as matrices.
     """
     if dimensions != 2 or _MATRIX.fullmatch(tensor) is None:
         return False

@@ -141,9 +141,9 @@ def windows(
 ) -> Iterator[tuple[Attempt, float, float]]:
     """Each start with its begin and end.
 
-    A start ends with its last `end` event, or when the launcher restarted it. One that was
-    killed leaves neither: it lived until its last event and then for as long as the steps
-    took that were done again later, or, for the last start, `unlogged_tail_s`.
+    A start ends with its last `end` event, or when the launcher restarted it. A start that was
+    killed leaves neither. Its last event and the time of the steps that the next start repeats
+    give its end. For the last start, `unlogged_tail_s` stands for that time.
     """
     for index, one in enumerate(found):
         following = found[index + 1] if index + 1 < len(found) else None

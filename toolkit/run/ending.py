@@ -22,7 +22,7 @@ _MOST_NAMED = 8
 def grace_over(grace_s: float, run_dir: Path, offset: int) -> tuple[str, int]:
     """The message and exit code if ranks are killed after a request to stop.
 
-    `offset`: see `events_offset`. Only what was not saved fails the run.
+    `offset`: see `events_offset`. The run fails only if it did not save.
     """
     events = read_events(RunDirectory(run_dir).events, offset)
     late = f"within launch.grace_s ({grace_s:g} s) and were killed"
@@ -69,7 +69,7 @@ def hangs_after(run_dir: Path, offset: int) -> list[dict[str, Any]]:
 
 
 def hang_of(hangs: Sequence[Mapping[str, Any]], ranks: Iterable[int]) -> Hang:
-    """The hung ones of `ranks`: a rank that is stopped or frozen writes no event."""
+    """Which of `ranks` hang, and the message. A stopped or frozen rank writes no event."""
     by_rank = {int(event.get("rank") or 0): event for event in hangs}
     marks = {rank: int(event.get("marks") or 0) for rank, event in by_rank.items()}
     silent = [rank for rank in ranks if rank not in by_rank]

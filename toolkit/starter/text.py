@@ -55,8 +55,8 @@ def starter(
 
 
 def stated(recipe: Recipe) -> dict[str, Any]:
-    """The settings to write: an `auto` layout, and the values that the cluster decided. They
-    are written even if the source left them to their defaults."""
+    """The settings to write: an `auto` layout, and the values that the cluster decided. Those
+    values are written even if the source left them to their defaults."""
     shown = recipe.model_dump(exclude_unset=True)
     decided = {
         name: getattr(recipe.training, name) for name in ("global_batch_size", "precision")

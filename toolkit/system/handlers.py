@@ -21,7 +21,8 @@ Slurm, ahead of a time limit (`--signal=USR1@120`)."""
 def handling(
     numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], Any]
 ) -> Iterator[None]:
-    """While entered, `handler` gets these signals. Then those before it. Main thread only.
+    """While entered, `handler` gets these signals, and afterwards the earlier handlers again.
+    Main thread only.
 
     A SIGHUP that is ignored stays so: the process was started by `nohup`.
     """

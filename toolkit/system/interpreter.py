@@ -32,7 +32,7 @@ def python() -> tuple[str, ...]:
 
 
 def program(name: str) -> str | None:
-    """A program that is next to this Python, even if that is not on PATH, or is on PATH."""
+    """The path of a program: next to this Python, else on PATH. None if it is missing."""
     neighbour = Path(sys.executable).with_name(name)
     return str(neighbour) if neighbour.is_file() else which(name)
 

@@ -1,7 +1,7 @@
 """Makes stored samples of rows: parsed, rendered, tokenised and cut.
 
-A stored sample is its tokens, each that is not trained as the bitwise complement of its id,
-which is negative. A preference is two of them.
+A stored sample is a list of token ids. A token that is not trained is stored as the bitwise
+complement of its id, which is negative. A preference is two such samples.
 """
 
 import signal

@@ -13,7 +13,7 @@ _LISTS = ("unread_columns", "unread_keys")
 
 @dataclass
 class ChatReport:
-    """Counts, the first row of some of them, and what nothing reads."""
+    """How many rows were kept, cut and dropped, with an example of some, and unread columns."""
 
     rows: int = 0
     malformed: int = 0

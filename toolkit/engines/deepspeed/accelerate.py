@@ -28,9 +28,9 @@ class DeepSpeedInAccelerate(InAccelerate):
         return "DEEPSPEED"
 
     def section(self, layout: Layout, precision: str, config: Mapping[str, Any]) -> str:
-        """The JSON as text, which Accelerate accepts instead of a file name.
+        """The section of Accelerate's file, with DeepSpeed's JSON as text, not as a file name.
 
-        Without `mixed_precision`: Accelerate refuses it next to the JSON, which states it.
+        It has no `mixed_precision`, which the JSON states. Accelerate refuses both together.
         """
         settings = {
             "zero3_init_flag": layout.zero_stage == 3,
@@ -55,8 +55,8 @@ class DeepSpeedInAccelerate(InAccelerate):
     def accelerator(
         self, layout: Layout, precision: str, config: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Accelerate drops DeepSpeed if the device is set to CPU. Only the backend may request
-        it."""
+        """Arguments of an Accelerator that uses DeepSpeed. Only the process group's backend
+        may say that this is a CPU: Accelerate drops DeepSpeed for a CPU device."""
         import torch
         from accelerate import DeepSpeedPlugin
         from accelerate.utils import InitProcessGroupKwargs

@@ -26,7 +26,7 @@ class Context:
 
     @classmethod
     def of(cls, layout: Layout) -> "Context":
-        """A new group, as `Layout.data_rank` numbers the ranks. Collective among all ranks."""
+        """Make this rank's group of `layout.context_groups`. Collective among all ranks."""
         return cls(own_group(layout.context_groups), layout.exchange)
 
     def close(self) -> None:
@@ -46,8 +46,8 @@ class Context:
     def part(self, batch: MicroBatch) -> MicroBatch:
         """This rank's positions of `batch`, for the model alone: objectives take whole rows.
 
-        They keep their numbers in the row or the document. `segments` are left out: attention
-        gets the `ends` of whole rows.
+        Positions keep their numbers in the row or the document. `segments` are left out, since
+        attention gets the `ends` of whole rows.
         """
         ids, positions = batch.input_ids, batch.positions
         if positions is None:

@@ -47,7 +47,8 @@ class Rotary:
 
     def angles(self, positions: Tensor, longest: Tensor | None = None) -> Tensor:
         """Positions [batch, sequence] → fp32 [sequence, batch, 1, size], in the form of
-        megatron-core's attention. `longest`: of the documents, if these are some positions."""
+        megatron-core's attention. `longest`: length of the longest document, where `positions`
+        are only a part of it."""
         if self._type in LENGTH_DEPENDENT:
             longest = positions.max() + 1 if longest is None else longest
             self._frequencies, _ = self._compute(longest)

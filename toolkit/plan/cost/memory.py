@@ -186,7 +186,7 @@ def _activation_symbols(
 
 
 def layers_stored(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """How many layers of a stage keep what their recompute says. The others keep everything."""
+    """How many layers of a stage are recomputed. The others keep all activations."""
     division = layout.pp, layout.vpp, layout.stages
     recomputed = recomputed_of_stages(layout.recompute, workload.spec.layers, *division)
     return recomputed[share.stage]
@@ -194,7 +194,7 @@ def layers_stored(workload: Workload, layout: Layout, share: StageShare) -> floa
 
 def is_whole_again(workload: Workload, layout: Layout) -> bool:
     """Whether the peak includes the layer that is recomputed. If only the first layers of a
-    chunk are, what the last ones kept is free before."""
+    chunk are recomputed, the memory of the last layers is free by then."""
     if isinstance(layout.recompute, str):
         return True
     return layout.recompute >= min(stage_layers(workload.spec.layers, *layout.division))

@@ -208,7 +208,7 @@ def data_parallel(parallel: ParallelSection, cluster: ClusterSection) -> int | N
 
 
 def divisors(number: int) -> list[int]:
-    """The divisors of `number` that are legal degrees, ascending. None of 0."""
+    """The divisors of `number` that are legal degrees, ascending. 0 has none."""
     return [degree for degree in range(1, min(number, ANY) + 1) if number % degree == 0]
 
 

@@ -1,5 +1,5 @@
 """A rank's training step on fake GPUs: fake tensors, which have shapes, dtypes and devices but
-no elements, and a fake process group. Here is what it finds, without torch."""
+no elements, and a fake process group. This module has its results, and needs no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
