@@ -32,7 +32,7 @@ class RecipeSamples(Dataset[dict[str, Tensor]]):
                 "`kind: chat`, or train with `dmt launch`",
             )
         data = build_data(recipe.data, recipe.training, build_config(recipe.model).vocab_size)
-        self.steps = steps_with(recipe, data.samples_per_epoch, data.ends_after)
+        self.steps = steps_with(recipe, data.samples_per_epoch)
         """Optimizer steps of the run."""
         self.order, self.rows = data.order, data.train.rows
         self.length = recipe.training.batches.samples(self.steps)
