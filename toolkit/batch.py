@@ -23,9 +23,6 @@ class MicroBatch:
     labels: "torch.Tensor"
     """int64 [micro_batch, sequence], already shifted: `labels[:, t]` is the token that
     follows `input_ids[:, t]`, or `IGNORE_INDEX` where no loss is taken."""
-    loss_weights: "torch.Tensor | None" = None
-    """float32 [micro_batch, sequence], not negative: how much the loss of a label counts. None:
-    1 for every label. A label that is `IGNORE_INDEX` counts nothing, whatever its weight."""
     positions: "torch.Tensor | None" = None
     """int64 [micro_batch, sequence]: the positions that the model sees, each below the sequence
     length. None stands for 0, 1, 2, … in every row. `segments`, not positions, decide which
@@ -94,7 +91,6 @@ class MicroBatch:
             self,
             input_ids=change(self.input_ids),
             labels=change(self.labels),
-            loss_weights=changed(self.loss_weights),
             positions=changed(self.positions),
             segments=changed(self.segments),
             extra={name: change(tensor) for name, tensor in self.extra.items()},

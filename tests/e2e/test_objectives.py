@@ -75,7 +75,7 @@ def test_data_that_lacks_what_it_reads_is_refused(
     own_project: Project, installed: dict[str, str]
 ) -> None:
     ended = own_project.launch("no", {"training.objective": "demanding"}, env=installed, code=2)
-    assert "Demanding reads loss_weights, rewards, which the training data" in ended.err
+    assert "Demanding reads margins, rewards, which the training data" in ended.err
 
 
 @pytest.mark.slow

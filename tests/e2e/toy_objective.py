@@ -23,7 +23,7 @@ class Toy(Objective):
 class Demanding(Toy):
     """Reads what no data provides."""
 
-    reads = ("loss_weights", "rewards")
+    reads = ("margins", "rewards")
 
 
 class Unordered(Toy):

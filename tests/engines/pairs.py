@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from toolkit.batch import MicroBatch
+from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.engines import owners
 from toolkit.engines.base import StepResult
 from toolkit.engines.distributed import Ranks
@@ -167,7 +167,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "dpo": _objective("dpo", "preference", beta=0.3, sft_weight=0.5),
         "orpo": _objective("orpo", "preference", beta=0.5),
     },
-    "weights": {"even": {}, "uneven": {}},
+    "labels": {"all": {}, "masked": {}},
     "loss": {"whole": _kernels(loss="whole"), "chunked": _kernels(loss="chunked")},
     "compile": {"none": {}, "layers": _kernels(compile="layers")},
     "fused": {"none": {}, "megatron": _kernels(fused="megatron")},
@@ -253,8 +253,8 @@ class Case:
         return set((FIRST | dict(self.features)).items())
 
     @property
-    def weighted(self) -> bool:
-        return ("weights", "uneven") in self.features
+    def masked(self) -> bool:
+        return ("labels", "masked") in self.features
 
     @property
     def moved(self) -> bool:
@@ -278,7 +278,7 @@ def recipe_of(case: Case) -> Recipe | None:
             continue
         for section, settings in added.items():
             plain = plain | {section: {**plain.get(section, {}), **settings}}
-    if case.weighted and {("objective", "pretrain"), ("documents", "joined")} - case.values:
+    if case.masked and {("objective", "pretrain"), ("documents", "joined")} - case.values:
         return None  # neither has positions that restart anywhere
     try:
         recipe = Recipe.model_validate(plain)
@@ -357,29 +357,27 @@ def in_16_bits(layout: str) -> Iterator[Case]:
             yield case
 
 
-def weighted(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """With uneven loss weights, a quarter of them 0, and positions that restart in each row."""
+def masked(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """With a quarter of the labels masked, unevenly, and positions that restart in each row."""
     generator = torch.Generator().manual_seed(7)
     found = []
     for batch in batches:
         rows, length = batch.labels.shape
-        weights = torch.rand(batch.labels.shape, generator=generator)
-        weights *= torch.linspace(3, 0.1, length)
-        weights[torch.rand(batch.labels.shape, generator=generator) < 0.25] = 0.0
+        share = torch.linspace(0.5, 0.0, length)
+        drawn = torch.rand(batch.labels.shape, generator=generator)
+        labels = torch.where(drawn < share, IGNORE_INDEX, batch.labels)
         restart = torch.randint(1, length, (rows, 1), generator=generator)
         here = torch.arange(length)
         positions = torch.where(here < restart, here, here - restart)
-        found.append(
-            MicroBatch(batch.input_ids, batch.labels, loss_weights=weights, positions=positions)
-        )
+        found.append(MicroBatch(batch.input_ids, labels, positions=positions))
     return found
 
 
 def batches_of(case: Case, recipe: Recipe) -> list[MicroBatch] | None:
-    if not case.weighted:
+    if not case.masked:
         return None
     assert recipe.model.config is not None
-    return weighted(global_batches(recipe, recipe.model.config["vocab_size"]))
+    return masked(global_batches(recipe, recipe.model.config["vocab_size"]))
 
 
 def fused_attention(*_: object, **__: object) -> None:

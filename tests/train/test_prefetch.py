@@ -184,4 +184,4 @@ def test_batches_are_pinned_on_the_device_of_the_run(gpu: list[tuple[str, object
         ((taken,), _) = prefetch.take()
     assert gpu[:4] == [("prefetch_0", 3), *[("prefetch_0", "pin")] * 3]
     assert torch.equal(taken.input_ids, tokens) and taken.samples == (5, 6)
-    assert taken.loss_weights is None and torch.equal(taken.extra["reference"], torch.ones(2))
+    assert taken.positions is None and torch.equal(taken.extra["reference"], torch.ones(2))

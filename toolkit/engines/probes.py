@@ -75,7 +75,6 @@ def probe(setup: EngineSetup) -> MicroBatch:
     return MicroBatch(
         tokens[:, :-1],
         torch.where(place < half, IGNORE_INDEX, tokens[:, 1:]),
-        loss_weights=torch.ones(2, 2 * half),
         positions=place % half,
         segments=(place // half).int(),
         extra={name: torch.zeros(2) for name in setup.objective.reads if name not in fields},

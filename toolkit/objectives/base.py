@@ -74,24 +74,17 @@ def check_batch(objective: Objective, batch: "MicroBatch") -> None:
 
 
 class Pretrain(Objective):
-    """Mean cross entropy (nats) over the unmasked tokens of the global batch.
-
-    With `loss_weights` it is the weighted mean: the sum of weight times cross entropy over the
-    sum of the weights, both over the unmasked tokens.
-    """
+    """Mean cross entropy (nats) over the unmasked tokens of the global batch."""
 
     data_kinds: tuple[str, ...] = ("text", "hf", "megatron")
 
     def count(self, batch: "MicroBatch") -> "Tensor":
-        """See `Objective.count`: the unmasked tokens, or the sum of their weights."""
-        if batch.loss_weights is not None:
-            return (batch.loss_weights * batch.trained).double().sum()
+        """See `Objective.count`: the unmasked tokens."""
         return batch.trained.sum()
 
     def loss(self, log_probs: "Tensor", batch: "MicroBatch") -> LossTerms:
         """See `Objective.loss`."""
-        if batch.loss_weights is not None:
-            log_probs = log_probs * batch.loss_weights
+        del batch
         # In fp64 the sum does not depend on how tokens are divided into micro batches.
         return LossTerms(-log_probs.double().sum())
 

@@ -25,17 +25,10 @@ def rehearsed_objective(recipe: Recipe) -> str:
     return next(name for name in DEFINED if kind in OBJECTIVES[name].data_kinds)
 
 
-def mean_loss(
-    recipe: Recipe,
-    logits: Tensor,
-    labels: Tensor,
-    reference: Tensor,
-    weights: Tensor | None = None,
-) -> Tensor:
+def mean_loss(recipe: Recipe, logits: Tensor, labels: Tensor, reference: Tensor) -> Tensor:
     """Loss of a global batch with `logits` [rows, sequence, vocabulary].
 
-    `reference` [rows]: `row_log_probs` under the first weights. `weights` [rows, sequence]: of
-    the labels, for an objective that is a mean over tokens.
+    `reference` [rows]: `row_log_probs` under the first weights.
     """
     objective = recipe.training.objective
     if objective == "dpo":
@@ -50,10 +43,6 @@ def mean_loss(
         beta = (recipe.orpo or OrpoSection()).beta
         pairs = _pairs(labels, row_log_probs(logits, labels))
         return torch.stack([_orpo(beta, *pair) for pair in pairs]).mean()
-    if weights is not None:
-        kept = labels != IGNORE_INDEX
-        each = cross_entropy(logits[kept], labels[kept], reduction="none")
-        return (each * weights[kept]).sum() / weights[kept].sum()
     return cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX)
 
 

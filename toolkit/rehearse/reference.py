@@ -65,7 +65,7 @@ def plain_run(
         for seen in routers:
             seen.clear()
         logits = forward(step, model, batch)
-        loss = mean_loss(recipe, logits, batch.labels, first[step], batch.loss_weights)
+        loss = mean_loss(recipe, logits, batch.labels, first[step])
         model.zero_grad()
         whole = loss + _balance(recipe, config.model_type, routers, batch.labels)
         whole.backward()  # type: ignore[no-untyped-call]

@@ -52,12 +52,10 @@ class Context:
         ids, positions = batch.input_ids, batch.positions
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-        weights = batch.loss_weights
         return replace(
             batch,
             input_ids=self.own(ids),
             labels=self.own(batch.labels),
-            loss_weights=None if weights is None else self.own(weights),
             positions=self.own(positions),
             segments=None,
         )
