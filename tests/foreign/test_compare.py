@@ -117,7 +117,7 @@ def test_without_a_plan_auto_is_not_compared(tmp_path: Path, tiny: Planned) -> N
 
 def test_auto_and_a_model_agree(tiny: Planned) -> None:
     assert tiny.against(ROOT / "ds_configs/zero2.json").agrees
-    rows = tiny.against(FILES / "megatron_lm/qwen3.txt").settings
+    rows = tiny.against(FILES / "megatron_lm/qwen3.sh").settings
     other = {row.key: row.other for row in rows if not row.agrees}
     assert (other["parallel.tensor"], other["model.config.hidden_size"]) == ("2", "2560")
 

@@ -7,6 +7,7 @@ numbers with underscores, blocks of DeepSpeed and FSDP.
 import dataclasses
 import json
 import random
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.foreign.conftest import FILES, Planned
 from toolkit.errors import DmtError, RecipeError
 from toolkit.foreign.files import SECTIONS
 from toolkit.foreign.megatron import config_of
+from toolkit.foreign.shell import read_flags
 from toolkit.foreign.statements import complete, read_together
 from toolkit.foreign.tables import tool, tools
 
@@ -85,14 +87,12 @@ SHAPE = (
             "use_peft: 1\n",
         )),
         (f"{SHAPE} --num-experts 4 --moe-router-score-function sigmoid", "--moe-router-sco"),
-        (SHAPE.replace("128 ", "$SEQ ", 1), "found $SEQ"),
-        (f"SEQ=128\n{SHAPE}", "found SEQ=128"),
-        (f"{SHAPE} --tokenizer-model a/b 2>&1 | tee log", "found 2>&1"),
+        (SHAPE.replace("128 ", "$SEQ ", 1), "--seq-length"),
         (SHAPE.replace("--padded-vocab-size 512", ""), "--vocab-size"),
         (SHAPE.replace("--swiglu", ""), "--position-embedding-type"),
         (f"{SHAPE} --perform-rl-step", "--perform-rl-step"),
         (f"{SHAPE} --lr-decay-style WSD", "--lr-decay-style"),
-        (f"{SHAPE} --lr 'never ends", "No closing quotation"),
+        (f"{SHAPE} --lr 'never ends", "quotation"),
         ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage"),
         ('{"zero_optimization": 3}', "zero_optimization"),
         ("distributed_type: TPU\nnum_processes: 2", "distributed_type"),
@@ -105,13 +105,13 @@ def test_another_run_or_a_value_that_is_not_understood(
     text: str, name: str, tmp_path: Path
 ) -> None:
     """Neither the tool's default nor DMT's is trained instead."""
-    suffix = "txt" if "torchrun" in text else "json" if text.startswith("{") else "yaml"
+    suffix = "sh" if "torchrun" in text else "json" if text.startswith("{") else "yaml"
     lines = {line.partition(":")[0]: line for line in text.splitlines()}
     file = tmp_path / f"file.{suffix}"
     file.write_text("\n".join(lines.values()) if suffix == "yaml" else text)
     with pytest.raises(RecipeError) as caught:
         stated([file])
-    assert str(file) in str(caught.value) and name in str(caught.value)
+    assert f"{file}:" in str(caught.value) and name in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -143,9 +143,30 @@ def test_another_run_or_a_value_that_is_not_understood(
     ],
 )  # fmt: skip
 def test_a_setting(text: str, key: str, value: object, tmp_path: Path) -> None:
-    file = tmp_path / ("a.txt" if "torchrun" in text else "a.yaml")
+    file = tmp_path / ("a.sh" if "torchrun" in text else "a.yaml")
     file.write_text(text)
     assert stated([file])[0].get(key) == value
+
+
+@pytest.mark.parametrize("name", ["gpt3", "llama3_fp8", "mixtral", "qwen3", "gptoss"])
+def test_scripts_are_read_as_bash_reads_them(name: str, tmp_path: Path) -> None:
+    """bash itself is asked for the words that it gives to torchrun."""
+    script = FILES / f"megatron_lm/{name}.sh"
+    words = [str(tmp_path / one) for one in "abcde"]
+    shell = f"torchrun() {{ printf '%s\\0' \"$@\"; }}; source {script} {' '.join(words)}"
+    ran = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True)
+    given = ran.stdout.split("\0")[:-1]
+    text = script.read_text()
+    for index, word in enumerate(words, 1):
+        text = text.replace(f"${index}", word).replace(f"${{{index}:-", f"${{N{index}:-")
+    flags, undecided = read_flags(
+        f"{''.join(f'N{i}={w}{chr(10)}' for i, w in enumerate(words, 1))}{text}", "x"
+    )
+    read = [part for one in flags for part in (one.name, *one.values)]
+    split = [
+        part for word in given for part in (word.split("=", 1) if word[:2] == "--" else [word])
+    ]
+    assert read == [word for word in split if not word.endswith(".py")] and not undecided
 
 
 def test_names_of_the_installed_tools() -> None:

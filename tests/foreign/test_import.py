@@ -23,7 +23,7 @@ LEFT_OPEN = "REPLACE-ME"
         ("llama-3.1-8b", "axolotl/dpo.yaml"),
         ("llama-3.1-8b", "llama_factory/full_sft.yaml"),
         (None, "megatron_lm/args.txt"),
-        (None, "megatron_lm/llama3_fp8.txt"),
+        (None, "megatron_lm/llama3_fp8.sh"),
     ],
 )
 def test_a_file_becomes_a_recipe_that_plans(

@@ -1,8 +1,6 @@
 """Reads a file of another tool: its kind, its settings, and what they state of a recipe."""
 
-import re
-import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +9,7 @@ from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.foreign.blocks import deepspeed, setting_of
 from toolkit.foreign.carry import ForeignSetting, Found, Left, as_yaml, carry
 from toolkit.foreign.rules import RULES
+from toolkit.foreign.shell import read_flags
 from toolkit.foreign.tables import ForeignTool, tool, tools
 from toolkit.recipe import yaml_text
 from toolkit.system.untrusted import read_bytes
@@ -25,13 +24,6 @@ SECTIONS = {
     "mpirun_config": ("", ""),
 }
 """Accelerate's blocks: the prefix of their settings, and the distributed_type they are for."""
-
-_STARTERS = ("torchrun", "python", "python3", "-m", "torch.distributed.run")
-_OPERATORS = ("&&", "||", "|", "&", ";", ">", "2>&1")
-_PRINT = (
-    "let bash print them: torchrun() { printf '%q\\n' \"$@\"; }; export -f torchrun; "
-    "bash SCRIPT > args.txt"
-)
 
 
 def read(path: Path, option: str) -> Found:
@@ -55,20 +47,20 @@ def read(path: Path, option: str) -> Found:
 
 def read_as(kind: ForeignTool, file: JsonFile) -> Found:
     """What a file of a known tool states. `problems` has what is not understood."""
-    unread: list[Left] = []
+    undecided: Sequence[Left] = ()
     if kind is tool("deepspeed"):
         return deepspeed(file)
     if kind.key == "megatron_lm":
-        settings = _of_flags(file)
+        settings, undecided = _of_flags(file)
     elif kind.key == "accelerate":
-        settings, unread = _of_accelerate(file)
+        settings, undecided = _of_accelerate(file)
     else:
         settings = {
             kind.renamed.get(name, name): setting_of(file, name, value)
             for name, value in file.values.items()
         }
     found = carry(kind, settings)
-    found.left += unread
+    found.left += undecided
     RULES[kind.key](found, settings, file)
     return found
 
@@ -96,15 +88,20 @@ def _of_accelerate(file: JsonFile) -> tuple[dict[str, ForeignSetting], list[Left
     return settings, left
 
 
-def _of_flags(file: JsonFile) -> dict[str, ForeignSetting]:
+def _of_flags(file: JsonFile) -> tuple[dict[str, ForeignSetting], list[Left]]:
     """argparse takes a name with either kind of dash, and the last of several."""
     settings = {}
-    for flag, values in file.values.items():
+    for name, (flag, values) in file.values.items():
         value: Any = as_yaml(_plain(values[0])) if len(values) == 1 else [*values]
-        settings[flag.replace("_", "-")] = ForeignSetting(
-            flag, value if values else True, str(file.path), file.lines[flag]
+        settings[name] = ForeignSetting(
+            flag, value if values else True, str(file.path), file.lines[name]
         )
-    return settings
+    left = []
+    for name, line in file.lines.items():
+        if name.startswith("?"):
+            at = ForeignSetting(name[1:], None, str(file.path), line)
+            left.append(Left(at, "in a branch that only the shell can decide"))
+    return settings, left
 
 
 def _plain(text: str) -> str:
@@ -123,42 +120,13 @@ def _recognised(path: Path) -> tuple[ForeignTool, JsonFile]:
         return _by_names(_read_yaml(path, text))
     if text.lstrip().startswith("{"):
         return _by_names(read_json(path, "JSON file"))
-    if not re.search(r"(?:^|\s)['\"]?--\w", text):
+    if not any(word.startswith(("--", '"--', "'--")) for word in text.split()):
         raise _NoKind("a text without `--flags`")
-    return tool("megatron_lm"), _read_flags(path, text)
-
-
-def _read_flags(path: Path, text: str) -> JsonFile:
-    """`--name value …` and `--name=value`, as a shell gives them to torchrun. Raises
-    RecipeError for what only a shell understands."""
-    without_comments = re.sub(r"^[ \t]*#.*", "", text, flags=re.MULTILINE)
-    try:
-        words = shlex.split(without_comments.replace("\\\n", " \n"))
-    except ValueError as error:  # a quotation that does not end
-        raise _is_script(path, str(error)) from error
-    flags: dict[str, list[str]] = {}
-    name = ""
-    for word in words:
-        is_program = word.endswith(".py") or (not flags and word in _STARTERS)
-        if "$" in word or word in _OPERATORS or not (name or is_program or word[:2] == "--"):
-            raise _is_script(path, word)
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            flags[name] = [value] if equals else []
-        elif is_program:
-            name = ""
-        else:
-            flags[name].append(word)
-    lines: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), 1):
-        for one in re.findall(r"--[A-Za-z][\w-]*", line):
-            lines.setdefault(one, number)
-    return JsonFile(path, flags, {one: lines.get(one, 0) for one in flags})
-
-
-def _is_script(path: Path, found: str) -> RecipeError:
-    expected = "the words that a shell gives to torchrun"
-    return RecipeError([Problem("arguments", found, expected, _PRINT, str(path))])
+    flags, undecided = read_flags(text, str(path))
+    values = {flag.name.replace("_", "-"): (flag.name, flag.values) for flag in flags}
+    lines = {flag.name.replace("_", "-"): flag.line for flag in flags}
+    lines |= {f"?{flag.name}": flag.line for flag in undecided}
+    return tool("megatron_lm"), JsonFile(path, values, lines)
 
 
 def _by_names(file: JsonFile) -> tuple[ForeignTool, JsonFile]:

@@ -37,6 +37,7 @@ _DATA = {
 
 def rules(found: Found, settings: Settings, _: JsonFile) -> None:
     """Data, tokenizer, lengths, intervals and the pipeline."""
+    _unknown_to_python(found, settings)
     for name, key in _DATA.items():
         if name in settings:
             _sources(found, key, settings[name])
@@ -47,9 +48,31 @@ def rules(found: Found, settings: Settings, _: JsonFile) -> None:
     _layout(found, settings)
 
 
+def _unknown_to_python(found: Found, settings: Settings) -> None:
+    """What only the shell knows: names of files and places are for the user to state. A number
+    that a default would replace is refused."""
+    for key, one in [*found.values.items()]:
+        if "$" in str(one.value):
+            del found.values[key]
+            found.drop(one.at, f"only the shell knows {one.at.written}")
+    kept = []
+    for problem in found.problems:
+        at = settings.get(problem.key.replace("_", "-"))
+        if at is None or "$" not in str(at.value):
+            kept.append(problem)
+        elif problem.allowed.startswith(("cluster.", "logging.")):
+            found.drop(at, f"only the shell knows {at.written}")
+        else:
+            kept.append(at.problem("a value that the script itself states", "write the value"))
+    found.problems = kept
+
+
 def _sources(found: Found, key: str, at: ForeignSetting) -> None:
     """One prefix, several, or weights and prefixes in turn."""
     words = at.value if isinstance(at.value, list) else [at.value]
+    if any("$" in str(word) for word in words):
+        found.drop(at, f"only the shell knows {at.written}")
+        return
     weights = [number(as_yaml(str(word))) for word in words[::2]]
     prefixes = [str(word) for word in words]
     if len(words) > 1 and len(words) % 2 == 0 and None not in weights:
@@ -75,7 +98,7 @@ def _split(found: Found, at: ForeignSetting | None) -> None:
     if at is None:
         return
     shares = [float(one) for one in re.findall(r"\d+\.?\d*|\.\d+", str(at.value))]
-    if sum(shares) <= 0:
+    if sum(shares) <= 0 or "$" in str(at.value):
         found.problems.append(at.problem("shares such as 969,30,1"))
         return
     found.put("data.validation_fraction", round(1 - shares[0] / sum(shares), 12), at)
@@ -84,7 +107,7 @@ def _split(found: Found, at: ForeignSetting | None) -> None:
 def _tokenizer(found: Found, settings: Settings) -> None:
     kind, model = settings.get("--tokenizer-type"), settings.get("--tokenizer-model")
     word = str(kind.value) if kind is not None else ""
-    if model is not None and word in ("", *_READABLE):
+    if model is not None and "$" not in str(model.value) and word in ("", *_READABLE):
         found.put("data.tokenizer", str(model.value), model)
     elif (at := _gpt2_tokenizer(settings)) is not None:
         found.put("data.tokenizer", _GPT2_TOKENIZER[1], at, "if the files are GPT-2's")
