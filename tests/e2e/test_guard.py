@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.hooks import FLIPPED, hooked
+from tests.e2e.hooks import hooked
 from tests.e2e.product import checkpoints, curve, events, records
 
 pytestmark = pytest.mark.slow
@@ -37,8 +37,7 @@ def test_a_flipped_bit_is_found_and_not_saved(project: Project):
     (message,) = [line for line in ended.err.splitlines() if line.startswith("error:")]
     assert "step 8: rank 0 (" in message
     assert "), rank 1 (" in message
-    assert "there is no majority" in message
-    assert message.endswith("; first in " + FLIPPED)
+    assert message.endswith("there is no majority")
     assert "Weights were last equal at step 4" in ended.err
     # A start would load all replicas from one that is corrupt, and find them equal.
     assert checkpoints(project.folder / "flip") == [1, 2, 3, 4]

@@ -22,9 +22,8 @@ def compare(case: Case, ranks: Ranks, flipped: int) -> dict[str, Any]:
     engine.train_step(batches, count, 1e-3)
     check = ReplicaCheck(engine, layout, agreed_step=0, distrust=str)
     said = [check.check(1), check.check(2)]
-    name = None
     if ranks.rank == flipped and (weights := list(engine.replicated_weights())):
-        name, weight = weights[-1]
+        _, weight = weights[-1]
         weight.data.view(-1).view(torch.int32)[-1] ^= 1
     try:
         check.check(3)
@@ -32,7 +31,7 @@ def compare(case: Case, ranks: Ranks, flipped: int) -> dict[str, Any]:
     except DmtError as found:
         error = f"{type(found).__name__}: {found}"
     engine.close()
-    return {"said": said, "error": error, "weight": name}
+    return {"said": said, "error": error}
 
 
 def compare_all(cases: Sequence[Case], flipped: int) -> list[dict[str, Any]]:

@@ -12,36 +12,21 @@ from tests.engines.cases import MIXTRAL, Case, megatron
 from tests.forked import run_ranks
 from tests.train.replica_worker import compare_all
 from toolkit.train import replica_check
-from toolkit.train.replica_check import (
-    Digests,
-    digest,
-    first_difference,
-    odd_ranks,
-    set_aside_after,
-)
+from toolkit.train.replica_check import digest, odd_ranks, set_aside_after
 
 HOST = socket.gethostname()
 
 
-def held(*rows: tuple[int, int]) -> list[Digests]:
-    """One rank per row: its digests of the weights `a` and `b`."""
-    return [{"a": a, "b": b} for a, b in rows]
-
-
 def test_the_odd_one_of_three_is_named() -> None:
-    parts, digests = (0, 0, 0), held((1, 2), (1, 2), (1, 9))
-    assert odd_ranks(parts, digests) == ([2], True)
-    assert first_difference(parts, digests) == "b"
+    assert odd_ranks((0, 0, 0), (1, 1, 9)) == ([2], True)
 
 
 def test_of_two_nobody_knows_which_is_right() -> None:
-    parts, digests = (0, 1, 0, 1), held((1, 2), (5, 6), (3, 2), (5, 6))
-    assert odd_ranks(parts, digests) == ([0, 2], False)
-    assert first_difference(parts, digests) == "a"
+    assert odd_ranks((0, 1, 0, 1), (1, 5, 3, 5)) == ([0, 2], False)
 
 
 def test_other_parts_of_the_model_are_not_compared() -> None:
-    assert odd_ranks((0, 1, 0, 1), held((1, 2), (3, 4), (1, 2), (3, 4))) == ([], True)
+    assert odd_ranks((0, 1, 0, 1), (1, 3, 1, 3)) == ([], True)
 
 
 @given(
@@ -84,8 +69,7 @@ def test_checkpoints_since_the_last_agreement_are_set_aside(tmp_path: Path) -> N
         "step-00000008.suspect1",
         "step-00000012.suspect",
     }
-    assert "no checkpoint is left" in set_aside_after(tmp_path, 3)
-    assert set_aside_after(tmp_path, 0) == "start the same command again"
+    assert set_aside_after(tmp_path, 4) == "start the same command again"
 
 
 @pytest.mark.slow
@@ -101,23 +85,17 @@ def test_four_ranks() -> None:
     by_rank = run_ranks(compare_all, 4, cases, 3)
     for results in by_rank:
         assert [r["said"] for r in results[:4]] == [[None, None]] * 4
-        assert "own part of the model" in results[4]["said"][0]
-        assert "weights are sharded" in results[5]["said"][0]
+        for result in results[4:]:
+            assert "own part of the model" in result["said"][0]
         assert results[4]["said"][1] is results[5]["said"][1] is None, "said once"
         assert results[4]["error"] is results[5]["error"] is None
     for results in by_rank[1:]:
         assert {r["error"] for r in results[:4]} == {"PeerFailed: another rank failed"}
 
     errors = [result["error"] for result in by_rank[0][:4]]
-    weights = [result["weight"] for result in by_rank[3][:4]]
     most = f"rank 3 ({HOST}): other weights than most replicas"
     pair = "{} ({}), rank 3 ({}): weights differ between them"
-    for error, weight, who in zip(
-        errors,
-        weights,
-        [most, most, pair.format("rank 1", HOST, HOST), pair.format("rank 2", HOST, HOST)],
-        strict=True,
-    ):
+    pairs = [pair.format(one, HOST, HOST) for one in ("rank 1", "rank 2")]
+    for error, who in zip(errors, [most, most, *pairs], strict=True):
         assert error.startswith(f"RunFailed: step 3: {who}")
-        assert f"first in {weight}\n" in error
         assert "last equal at step 2" in error

@@ -4,7 +4,7 @@ nondeterministic kernel makes them diverge silently: each continues with its own
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,6 @@ BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """The integers of an element's size in bytes."""
 OF_EXPERT = ".experts."
 """In the names of weights that expert parallel spreads over ranks with equal other weights."""
-
-Digests = Mapping[str, int]
-"""What a rank holds: a digest by name of the weight."""
 
 
 class ReplicaCheck:
@@ -58,52 +55,49 @@ class ReplicaCheck:
     def check(self, step: int) -> str | None:
         """Compare now. Collective. Returns what should be reported, once.
 
-        Raises RunFailed naming the ranks that differ and the first weight that differs.
+        Raises RunFailed naming the ranks that differ.
         """
-        digests = weight_digests(self.engine)
-        kinds = [digests]
-        if len(self.parts) > 1:
-            experts = {name: one for name, one in digests.items() if OF_EXPERT in name}
-            kinds = [experts, {k: one for k, one in digests.items() if k not in experts}]
-        alone = all(len(set(parts)) == len(parts) for parts in self.parts)
-        if alone or not digests:
+        digests = self._digests()
+        if digests is None:
             if self._said_nothing_to_compare:
                 return None
             self._said_nothing_to_compare = True
-            sharded = "the weights are sharded over the ranks"
-            why = "every rank holds its own part of the model" if alone else sharded
-            return f"guard.replica_check_every_steps: {why}: there is nothing to compare"
-        summaries = _of_all_ranks([hash(tuple(kind.values())) for kind in kinds])
-        for kind, parts, mine in zip(range(len(kinds)), self.parts, kinds, strict=True):
-            of_ranks = [summary[kind] for summary in summaries]
-            if len(set(zip(parts, of_ranks, strict=True))) > len(set(parts)):
-                raise on_every_rank(self._failure(parts, mine, step))
+            return (
+                "guard.replica_check_every_steps: every rank holds its own part of the model: "
+                "there is nothing to compare"
+            )
+        everyones: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, (digests, socket.gethostname()))
+        for kind, parts in enumerate(self.parts):
+            odd, clear = odd_ranks(parts, [held[kind] for held, _ in everyones])
+            if odd:
+                places = ", ".join(f"rank {rank} ({everyones[rank][1]})" for rank in odd)
+                raise on_every_rank(self._failure(step, places, clear))
         self.agreed_step = step
         return None
 
-    def _failure(self, parts: Sequence[int], mine: Digests, step: int) -> RunFailed:
-        held, hosts = _of_all_ranks(mine), _of_all_ranks(socket.gethostname())
-        odd, clear = odd_ranks(parts, held)
-        places = ", ".join(f"rank {rank} ({hosts[rank]})" for rank in odd)
+    def _digests(self) -> list[int] | None:
+        """A digest of the weights that each of `parts` compares. None if no rank holds what
+        another one holds."""
+        weights = [*self.engine.replicated_weights()]
+        if not weights or all(len(set(parts)) == len(parts) for parts in self.parts):
+            return None
+        values = torch.stack([digest(weight) for _, weight in weights]).tolist()
+        kinds: list[list[int]] = [[] for _ in self.parts]
+        for (name, _), value in zip(weights, values, strict=True):
+            kinds[0 if OF_EXPERT in name else -1].append(value)
+        return [hash(tuple(kind)) for kind in kinds]
+
+    def _failure(self, step: int, places: str, clear: bool) -> RunFailed:
         differ = "weights differ between them, and there is no majority"
         if clear:
             differ = "other weights than most replicas"
-        weight, advice = first_difference(parts, held), self._distrust(self.agreed_step)
         return RunFailed(
-            f"step {step}: {places}: {differ}; first in {weight}",
+            f"step {step}: {places}: {differ}",
             fix=f"suspect memory, GPU or network of these machines. Weights were last equal at "
-            f"step {self.agreed_step}; {advice}",
+            f"step {self.agreed_step}; {self._distrust(self.agreed_step)}",
             retry=False,  # A restart would use the same machines.
         )
-
-
-def weight_digests(engine: Engine) -> dict[str, int]:
-    """A digest of every weight that this rank holds as completely as its replicas."""
-    named = [(name, digest(weight)) for name, weight in engine.replicated_weights()]
-    if not named:
-        return {}
-    values = torch.stack([value for _, value in named]).tolist()
-    return {name: value for (name, _), value in zip(named, values, strict=True)}
 
 
 @torch.no_grad()
@@ -121,8 +115,8 @@ def digest(weight: Tensor) -> Tensor:
     return total
 
 
-def odd_ranks(parts: Sequence[int], held: Sequence[Digests]) -> tuple[list[int], bool]:
-    """Ranks that differ from most of their replicas, and True.
+def odd_ranks(parts: Sequence[int], held: Sequence[int]) -> tuple[list[int], bool]:
+    """Ranks that hold something else than most of their replicas, and True.
 
     Without a majority (e.g. two replicas that differ), all of these replicas, and False.
     """
@@ -130,24 +124,13 @@ def odd_ranks(parts: Sequence[int], held: Sequence[Digests]) -> tuple[list[int],
     clear = True
     for part in sorted(set(parts)):
         replicas = [rank for rank, one in enumerate(parts) if one == part]
-        counts = Counter(tuple(held[rank].values()) for rank in replicas)
-        ((most, count),) = counts.most_common(1)
+        ((most, count),) = Counter(held[rank] for rank in replicas).most_common(1)
         if 2 * count > len(replicas):
-            odd += [rank for rank in replicas if tuple(held[rank].values()) != most]
+            odd += [rank for rank in replicas if held[rank] != most]
         else:
             odd += replicas
             clear = False
     return odd, clear
-
-
-def first_difference(parts: Sequence[int], held: Sequence[Digests]) -> str:
-    """Name of the first weight that differs between two replicas, in the model's order."""
-    for part, mine in zip(parts, held, strict=True):
-        first = held[parts.index(part)]
-        for name, value in mine.items():
-            if first.get(name) != value:
-                return name
-    raise AssertionError("asked only where replicas differ")
 
 
 def set_aside_after(checkpoints: Path, agreed_step: int) -> str:
@@ -164,12 +147,4 @@ def set_aside_after(checkpoints: Path, agreed_step: int) -> str:
         return f"move checkpoints after it away yourself ({error}) before you start again"
     renamed = ", ".join(path.name for path in suspect)
     said = f"{renamed} got the ending .suspect: saved since then; " if suspect else ""
-    if suspect and suspect == folders:
-        return f"{said}no checkpoint is left from before: start again in another directory"
     return f"{said}start the same command again"
-
-
-def _of_all_ranks(value: Any) -> list[Any]:
-    gathered = [value] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
