@@ -19,8 +19,6 @@ import torch.distributed as dist
 
 from toolkit.layout import Layout
 from toolkit.plan.estimate import estimate_plan
-from toolkit.plan.plan import Plan
-from toolkit.recipe.schema import Recipe
 from toolkit.train.split import with_shares
 from toolkit.train.start import Start
 
@@ -39,22 +37,19 @@ AHEAD = 2
 _ROWS = 1024
 
 
-def apportion(speeds: Sequence[float], total: int, most: int) -> tuple[int, ...] | None:
-    """Divide `total` samples among ranks of these speeds so that the last rank ends first.
+def apportion(speeds: Sequence[float], total: int) -> tuple[int, ...]:
+    """Divide `total` samples, one per rank or more, among ranks of these speeds so that the
+    last rank ends first.
 
-    Each rank gets one. Each other sample goes to the rank that would end it first. No rank gets
-    more than `most`. None if `total` is too small or too large for that.
+    Each rank gets one. Each other sample goes to the rank that would end it first.
     """
-    if not len(speeds) <= total <= most * len(speeds):
-        return None
     shares = [1] * len(speeds)
     waiting = [(2 / speed, rank) for rank, speed in enumerate(speeds)]
     heapify(waiting)
     for _ in range(total - len(speeds)):
         _, rank = heappop(waiting)
         shares[rank] += 1
-        if shares[rank] < most:
-            heappush(waiting, ((shares[rank] + 1) / speeds[rank], rank))
+        heappush(waiting, ((shares[rank] + 1) / speeds[rank], rank))
     return tuple(shares)
 
 
@@ -63,17 +58,6 @@ def seconds(layout: Layout, speeds: Sequence[float]) -> float:
     data-parallel rank in every round of micro batches, so its time counts."""
     longest = max(n / speed for n, speed in zip(layout.micro_batches, speeds, strict=True))
     return layout.gradient_accumulation * longest
-
-
-def most_samples(recipe: Recipe, plan: Plan) -> int:
-    """The most samples in a micro batch that is predicted to fit on every device. At most twice
-    the planned number, because no limit is known on a CPU."""
-    planned = plan.layout.micro_batch
-    layouts = (
-        replace(plan.layout, micro_batch=n, shares=()) for n in range(2 * planned, planned, -1)
-    )
-    fitting = (one for one in layouts if estimate_plan(recipe, replace(plan, layout=one)).fits)
-    return next(fitting, plan.layout).micro_batch
 
 
 def speeds_of(rates: Sequence[float], layout: Layout) -> list[float]:
@@ -138,7 +122,6 @@ class Balancer:
         """The last measurements: the step, and each rank's rate in products per second."""
         self._named: set[int] = set()
         """Stragglers that were reported."""
-        self._most = 0
 
     def at_checkpoint(self, step: int) -> list[str]:
         """Measure when due, after `step` steps. Returns, on rank 0, what to tell the user."""
@@ -184,17 +167,14 @@ class Balancer:
         return told
 
     def _move(self, step: int) -> list[str]:
-        """Move samples, if every measurement predicts a gain."""
+        """Move samples, if every measurement predicts a gain and the plan that they fit."""
         start, layout = self.start, self.start.split.layout
         measured = [speeds_of(rates, layout) for _, rates in self._found]
         speeds = [statistics.median(each) for each in zip(*measured, strict=True)]
-        self._most = self._most or start.together.rank_zero(
-            lambda: most_samples(start.recipe, start.plan)
-        )
-        shares = apportion(speeds, layout.round_samples, self._most) or layout.micro_batches
+        shares = apportion(speeds, layout.round_samples)
         new = with_shares(layout, shares)
         gains = [seconds(layout, one) / seconds(new, one) for one in measured]
-        if min(gains) < LEAST_GAIN:
+        if min(gains) < LEAST_GAIN or not start.together.rank_zero(lambda: self._fits(new)):
             return []
         self._found = []
         start.split.change(new, step + AHEAD)
@@ -209,3 +189,9 @@ class Balancer:
                 speeds=[round(one / max(speeds), 3) for one in speeds],
             )  # fmt: skip
         return [message]
+
+    def _fits(self, layout: Layout) -> bool:
+        """Whether the largest micro batch of `layout` fits on every device."""
+        plan = self.start.plan
+        largest = replace(plan.layout, micro_batch=layout.micro_batch, shares=())
+        return estimate_plan(self.start.recipe, replace(plan, layout=largest)).fits
