@@ -142,32 +142,11 @@ def test_the_long_recipe_is_only_named():
     assert f"# {script}\n#!/bin/bash" in printed
 
 
-def warned(**settings: object) -> list[str]:
-    launch = LaunchSection(slurm=SlurmSection(**settings))
-    spec = SlurmStarter().spec(Job(RUN, GPU, launch, predicted_s=90_000.0))
-    (script,) = (text for path, text in spec.files.items() if path.suffix == ".sbatch")
-    lines = [line for line in script.splitlines() if line.startswith("# WARNING")]
-    assert script.index("#SBATCH --requeue") < script.index("set -u"), "still directives"
-    return [line.removeprefix("# WARNING: no --") for line in lines]
-
-
 def test_options_of_sbatch_replace_ours() -> None:
     launch = LaunchSection(slurm=SlurmSection(options=("--signal=B:USR1@900", "--no-requeue")))
     (*_, script) = SlurmStarter().spec(Job(RUN, GPU, launch)).files.values()
     assert script.count("--signal=") == 1 and "@900" in script
     assert "#SBATCH --requeue" not in script and "scontrol requeue" not in script
-
-
-def test_a_batch_script_names_what_it_leaves_to_the_clusters_defaults():
-    cores, shared, memory, time = warned()
-    assert (
-        cores.startswith("cpus-per-task: ")
-        and "add --cpus-per-task=CORES to launch.slurm.options" in cores
-    )
-    assert shared.startswith("exclusive: ") and memory.startswith("mem: ")
-    assert time.endswith("the plan predicts 25.0 hours for the whole run")
-    stated = ("--cpus-per-task=64", "--time=24:00:00", "--exclusive", "--mem-per-gpu=100G")
-    assert not warned(options=stated)
 
 
 def test_an_elastic_job_of_slurm_outlives_a_node():

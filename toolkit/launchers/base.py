@@ -63,8 +63,6 @@ class Job:
     elsewhere."""
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that the engine needs in every worker."""
-    predicted_s: float | None = None
-    """Seconds that the plan predicts for all steps. None where it predicts none."""
     worker: tuple[str, ...] = ()
     """Python arguments instead of `dmt train`: a script, or `-m`, a module and arguments."""
 

@@ -47,7 +47,6 @@ def job_of(assignment: Assignment, settle: bool = False) -> Job:
     they depend on a cluster file that only this machine has.
     """
     recipe, plan = assignment.recipe, assignment.plan
-    steps = recipe.total_steps()
     return Job(
         run_dir=assignment.run_dir,
         cluster=recipe.cluster,
@@ -58,5 +57,4 @@ def job_of(assignment: Assignment, settle: bool = False) -> Job:
             **gpu_variables(recipe),
             **BACKENDS[plan.engine].environment(plan.layout, recipe.cluster.gpu),
         },
-        predicted_s=None if steps is None else plan.run_s(recipe.training.batches, steps),
     )

@@ -4,29 +4,16 @@ The job's script makes no decisions: it sets the rendezvous machine, passes Slur
 to the run, and requeues the job if the run stopped before its end.
 """
 
-import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
 from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome, submit
 from toolkit.launchers.process import StopSignals
 from toolkit.system.interpreter import python
-from toolkit.text.terminal import tell
 
-_LEFT_TO_DEFAULTS: Mapping[str, tuple[str, str]] = {
-    "cpus-per-task": ("the cluster's default may be 1 core per node", "=CORES"),
-    "exclusive": ("other jobs may share the nodes", ""),
-    "mem": (
-        "the cluster's default limits host memory, which loading, saving and offload need",
-        "=0",
-    ),
-    "time": ("the partition's default ends the job", "=HH:MM:SS"),
-}
-"""Options of sbatch that the cluster decides if missing: the consequence, and a value."""
 _OF_ANY_JOB = ("partition", "account", "qos", "time")
 """Options that a node which joins the run needs, too."""
-_WARNING = re.compile(r"^# (WARNING: no --.*)$", re.MULTILINE)
 _UNQUOTABLE = frozenset('"\\%\n')
 """Characters with a special meaning for Slurm in a quoted path of a directive."""
 
@@ -57,8 +44,6 @@ class SlurmStarter:
         del signals
         # Slurm does not create the folder of a job's output; the job would fail silently.
         (spec.run_dir / "logs").mkdir(parents=True, exist_ok=True)
-        for warning in _WARNING.findall(spec.printable()):
-            tell(warning)
         return submit("slurm", spec, f"on the cluster: {shlex.join(spec.argv)}")
 
 
@@ -87,16 +72,6 @@ def _directives(job: Job) -> Iterator[str]:
         yield "#SBATCH --no-kill"
     for option in job.launch.slurm.options:
         yield f"#SBATCH {option}"
-    stated = {name for name, value in options.items() if value is not None}
-    stated |= {*theirs}
-    stated |= {"mem"} & {name[:3] for name in stated}  # --mem-per-cpu, --mem-per-gpu
-    for name, (consequence, value) in _LEFT_TO_DEFAULTS.items():
-        if name not in stated:
-            fix = f"add --{name}{value} to launch.slurm.options"
-            if name == "time" and job.predicted_s is not None:
-                hours = job.predicted_s / 3600
-                fix += f"; the plan predicts {hours:,.1f} hours for the whole run"
-            yield f"# WARNING: no --{name}: {consequence}. Fix: {fix}"
 
 
 def _gpus(job: Job) -> int | None:

@@ -724,8 +724,8 @@ class SlurmSection(Section):
 
     options: Annotated[tuple[SlurmOption, ...], Field(strict=False)] = ()
     """Options of sbatch, e.g. `[--partition=gpu, --time=24:00:00, --cpus-per-task=96,
-    --exclusive, --mem=0]`. A task is all ranks of a machine. The script names what it leaves to
-    the cluster's defaults: cores, memory, time, other jobs. DMT's own are --requeue and
+    --exclusive, --mem=0]`. A task is all ranks of a machine. What you do not state has the
+    cluster's default, often one core and little memory. DMT's own are --requeue and
     --signal=B:USR1@300, seconds before the time limit to save in. Yours replace them."""
 
 
