@@ -10,6 +10,7 @@ import os
 import pickle
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -33,7 +34,7 @@ Result = TypeVar("Result")
 PRELOADED = (
     "toolkit.cli.launch",
     "toolkit.train.worker",
-    "tests.with_deepspeed",
+    "tests.preloaded",
     *(BACKENDS[name].engine.partition(":")[0] for name in BACKENDS.names),
 )
 """Modules that a server has imported before it forks."""
@@ -284,6 +285,7 @@ def take_environment(environment: Mapping[str, str]) -> None:
     """Let this forked process have these variables and no other."""
     distributed_c10d.ProcessGroupGloo = _OneDevice
     gc.freeze()  # what the server has imported stays: no collection need look at it
+    weakref.finalize._registry.clear()  # nor need its end take back what torch has registered
     forkserver._forkserver.ensure_running = lambda: None  # this server, not another one
     os.environ.clear()
     os.environ.update(environment)

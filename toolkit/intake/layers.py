@@ -301,7 +301,6 @@ def _similar(path: Path, origin: Problem) -> str:
     extends = origin.key == "extends"
     if not extends and _HUB_ID.fullmatch(str(path)) and path.suffix not in (".yaml", ".yml"):
         return f"for a model of the hub: dmt init {path} --cluster NODESxGPUSxNAME"
-    shipped = shipped_recipes()
     try:
         names = sorted(entry.name for entry in path.parent.iterdir())[:1000]
     except OSError:
@@ -313,6 +312,7 @@ def _similar(path: Path, origin: Problem) -> str:
         names += [name for of_size in composed.values() for name in of_size]
     if close := closest(path.name, names):
         return f"did you mean `{normpath(path.parent / close)}`?"
+    shipped = shipped_recipes()
     if not (close := closest(path.name, shipped)):
         return "check the name"
     name = f"{SHIPPED}{shipped[close].relative_to(RECIPES).with_suffix('')}"
