@@ -297,22 +297,6 @@ def without_unset(stated: Any, prefix: str = "") -> Any:
     return stated
 
 
-def without_removed(stated: Any, gone: list[str], prefix: str = "") -> Any:
-    """A recorded recipe without all removed settings; their names are added to `gone`."""
-    if isinstance(stated, Mapping):
-        rest = {}
-        for key, value in stated.items():
-            path = f"{prefix}.{key}" if prefix else str(key)
-            if path in SETTINGS:
-                gone.append(path)
-            else:
-                rest[key] = without_removed(value, gone, path)
-        return rest
-    if isinstance(stated, list):
-        return [without_removed(one, gone, prefix) for one in stated]
-    return stated
-
-
 def _is_unset(path: str, value: object) -> bool:
     """Whether a value is null or the former default. For a section, whether every value is."""
     default = DEFAULTS.get(path)

@@ -48,10 +48,6 @@ def test_the_whole_page(run: Path, dmt: Dmt) -> None:
     evaluation                  1.00 s    1.2%
     hangs and detection         0.00 s    0.0%
     not accounted               15.2 s   17.9%  ████
-warning: events.jsonl: its last line is cut short, or is being written
-warning: metrics.jsonl: its last line is cut short, or is being written
-warning: recipe.yaml: missing
-warning: plan.json: missing
 """
     )
 
@@ -61,12 +57,6 @@ def test_a_run_that_waits_for_its_data(tmp_path: Path, dmt: Dmt) -> None:
         lines = [line | {"data_wait_s": waited_s} for line in metrics(20, 2.0)]
         page = dmt("report", write(tmp_path, KILLED_AND_RESTARTED, lines)).out
         assert ("data         25% of the step time was spent waiting for" in page) is told
-
-
-def test_a_damaged_event(tmp_path: Path, dmt: Dmt) -> None:
-    slow = event(5, "straggler", slow_rank=[1])
-    out = dmt("report", write(tmp_path, [*KILLED_AND_RESTARTED, slow], [])).out
-    assert "events.jsonl: 1 of " in out and "cannot be read" in out
 
 
 def test_for_programs(run: Path, dmt: Dmt) -> None:

@@ -74,7 +74,6 @@ def _machine_output(record: RunRecord) -> dict[str, Any]:
     return fields | {
         "run": str(record.run.path),
         "state": summary.ending.state,
-        "missing": record.missing,
         "pace": record.pace,
         "goodput": spent.share,
         "total_s": spent.total_s,
@@ -91,7 +90,6 @@ def _lines(record: RunRecord) -> Iterator[Text]:
         yield Text.assemble((f"  {label:<13}", "dim"), value)
     yield Text("")
     yield from _time_lines(record.spent)
-    yield from (Text(f"warning: {what}", "yellow") for what in record.missing)
 
 
 def _time_lines(spent: Goodput) -> Iterator[Text]:
@@ -124,33 +122,29 @@ def _comparison_output(records: Sequence[RunRecord]) -> dict[str, object]:
             for key, values in settings.items()
         },
         "compared_with_first": [asdict(difference(first, other)) for other in others],
-        "missing": {str(record.run.path): record.missing for record in records},
     }
 
 
 def _comparison_lines(records: Sequence[RunRecord]) -> Iterator[str | Text]:
-    """The runs in a table, settings that differ, where losses differ, and a verdict."""
+    """The runs in a table, settings that differ, and where losses differ."""
     names = [str(record.run.path) for record in records]
     rows = [["", *names], ["state", *(record.summary.ending.state for record in records)]]
     rows.append(["steps", *(f"{record.summary.steps:,}" for record in records)])
     speeds = [median_speed(record.metrics) for record in records]
-    rows.append(["tokens/s", *("-" if one is None else f"{one:,.0f}" for one in speeds)])
+    first, *others = records
+    found = [difference(first, other) for other in others]
+    changes = ["", *("" if one.speed is None else f" ({one.speed - 1:+.1%})" for one in found)]
+    cells = ("-" if one is None else f"{one:,.0f}" for one in speeds)
+    rows.append(["tokens/s", *map("".join, zip(cells, changes, strict=True))])
     yield from columns(rows)
     yield Text("\nsettings that differ", "bold")
     yield from _settings_lines(records)
-    first, *others = records
-    found = [difference(first, other) for other in others]
-    yield Text("\nloss", "bold")
+    yield Text(f"\nloss, next to {names[0]}", "bold")
     for name, one in zip(names[1:], found, strict=True):
         yield f"{name}: {one.losses()}"
-    yield Text("\nverdict", "bold")
-    for name, one in zip(names[1:], found, strict=True):
-        yield f"{name}, next to {names[0]}: {one.verdict()}"
     for record in records:
         if record.summary.ending.state == "failed":
             yield f"{record.run.path} failed: {record.summary.ending.why}"
-    for record in records:
-        yield from (f"warning: {record.run.path}: {what}" for what in record.missing)
 
 
 def _settings_lines(records: Sequence[RunRecord]) -> Iterator[str]:

@@ -53,4 +53,3 @@ def _lines(found: Sequence[RunLine]) -> Iterator[Text]:
         if run.why:
             line.append(f"  {run.why.replace('SIGTERM', 'SIGTERM or Ctrl-C')}")
         yield line
-        yield from (Text(f"  warning: {run.run}: {what}", "yellow") for what in run.damaged)

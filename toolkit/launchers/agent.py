@@ -54,10 +54,11 @@ from toolkit.launchers.outcome import (
 )
 from toolkit.launchers.process import POLL_S, Deadline, StopRequested, StopSignals
 from toolkit.launchers.ranks import RankWatch
+from toolkit.run import jsonl
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import cause_of, events_offset
-from toolkit.run.events import EventLog, read_events
+from toolkit.run.events import EventLog
 from toolkit.text.terminal import tell
 
 JOIN_LIMIT_S = 600
@@ -111,7 +112,7 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outco
 
 def _without_the_others(run: RunDirectory, offset: int, error: Exception) -> Outcome:
     """The outcome of a run whose other machines have left or did not come."""
-    ends = [one for one in read_events(run.events, offset) if one["kind"] in ("start", "end")]
+    ends = [one for one in jsonl.read(run.events, offset) if one["kind"] in ("start", "end")]
     code = ends[-1].get("exit_code") if ends else None
     if code in (EXIT_DONE, EXIT_RESUMABLE):
         return Outcome(int(code))
@@ -289,7 +290,7 @@ class Agent(SimpleElasticAgent):
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=values)
         self._failed, ended_at = True, time.time()
-        events = read_events(self._directory.events, self._offset)
+        events = jsonl.read(self._directory.events, self._offset)
         reason, step = failure_reason(events, outcome.reason), newest_step(self._directory)
         if not self._several:
             failure = {"time": ended_at, "exit_code": outcome.exit_code, "reason": reason}

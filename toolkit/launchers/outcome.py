@@ -13,9 +13,9 @@ from toolkit.errors import (
     EXIT_USER_ERROR,
 )
 from toolkit.launchers.base import Outcome
+from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, cause_in, cause_of, hang_of
-from toolkit.run.events import read_events
 from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
 
@@ -50,7 +50,7 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
     this launch begin. `seen` holds the ranks that were seen to fail first. A rank that failed
     only because it lost a peer is not blamed. It is named only if no other cause is known.
     """
-    events = read_events(RunDirectory(run_dir).events, offset)
+    events = jsonl.read(RunDirectory(run_dir).events, offset)
     causes = [rank for rank in seen if not _lost_another(events, rank)]
     # NCCL's own thread aborts a rank that lost another: a rank that failed differently is the
     # cause.

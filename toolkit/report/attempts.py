@@ -5,11 +5,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
-
 Event = Mapping[str, Any]
-_MOST = 1e15
-"""Larger numbers of steps or seconds are damage. Floats count exactly up to there."""
 
 
 @dataclass
@@ -35,7 +31,7 @@ class Attempt:
         """When its processes were asked for. Under another launcher, when they began to run."""
         first = self.events[0]
         for event in self.of("start") if not begins(first) else ():
-            return time_of(event) - (amount(event, "seconds") or 0.0)
+            return time_of(event) - (number(event, "seconds") or 0.0)
         return time_of(first)
 
     @property
@@ -49,17 +45,11 @@ class Attempt:
         return seconds_of(self.of("replay"))
 
     @property
-    def stopped(self) -> bool:
-        """Whether it saved and left after a signal, without a failure."""
-        codes = {number(event, "exit_code") for event in self.of("end")}
-        return EXIT_RESUMABLE in codes and codes <= {EXIT_DONE, EXIT_RESUMABLE}
-
-    @property
     def hung(self) -> float | None:
         """When it came to a halt. None if nothing hung. The event is written `idle_s` later,
         when the halt is found."""
         for event in self.of("hang"):
-            return time_of(event) - (amount(event, "idle_s") or 0.0)
+            return time_of(event) - (number(event, "idle_s") or 0.0)
         return None
 
     @property
@@ -74,13 +64,13 @@ class Attempt:
 
 
 def attempts(events: Sequence[Event]) -> list[Attempt]:
-    """The starts of a run, in the order of the file. Events without a time are left out.
+    """The starts of a run, in the order of the file.
 
     A start begins with `launch`, with a `restart` of the launcher, or, under another launcher,
     with the `start` of a training loop.
     """
     found: list[Attempt] = []
-    for event in filter(_timed, events):
+    for event in events:
         if event["kind"] == "change":
             continue  # recorded before the `launch` that it belongs to
         again = event["kind"] == "start" and found and found[-1].started is not None
@@ -94,46 +84,30 @@ def attempts(events: Sequence[Event]) -> list[Attempt]:
 
 
 def begins(event: Event) -> bool:
-    """Whether processes are started here. A worker's own `restart`, with no attempt, says
-    that nothing was saved."""
-    return event["kind"] == "launch" or (event["kind"] == "restart" and "attempt" in event)
+    """Whether processes are started here."""
+    return event["kind"] in ("launch", "restart")
 
 
 def time_of(event: Event) -> float:
-    """Seconds since the epoch. Raises ValueError for a time that is none."""
+    """Seconds since the epoch."""
     return datetime.fromisoformat(str(event["time"])).timestamp()
 
 
 def number(event: Event, name: str) -> float | None:
     """A field that is a number, also one written as `NaN`. None if it is missing."""
     value = event.get(name)
-    try:
-        return None if value is None else float(value)
-    except (OverflowError, TypeError, ValueError):
-        return None
-
-
-def of_plan(plan: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The predictions of a plan.json. Empty if it is damaged."""
-    predicted = plan.get("predicted")
-    return predicted if isinstance(predicted, dict) else {}
-
-
-def amount(event: Event, name: str) -> float | None:
-    """A field that counts or measures. None when it is missing, negative or beyond measure."""
-    value = number(event, name)
-    return value if value is not None and 0 <= value < _MOST else None
+    return None if value is None else float(value)
 
 
 def step_of(event: Event) -> int | None:
-    """Optimizer steps done."""
-    value = amount(event, "step")
-    return None if value is None else int(value)
+    """Optimizer steps done. None for an event that belongs to no step."""
+    step: int | None = event.get("step")
+    return step
 
 
 def seconds_of(events: Iterable[Event], name: str = "seconds") -> float:
     """The sum of a field over events."""
-    return sum(amount(event, name) or 0.0 for event in events)
+    return sum(number(event, name) or 0.0 for event in events)
 
 
 def windows(
@@ -155,10 +129,3 @@ def windows(
         if following is not None:
             end = min(end, following.began)
         yield one, one.began, max(one.began, end)
-
-
-def _timed(event: Event) -> bool:
-    try:
-        return bool(event["kind"]) and time_of(event) > 0
-    except (KeyError, ValueError):
-        return False

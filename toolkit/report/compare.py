@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.report.attempts import amount, number, step_of
+from toolkit.report.attempts import number, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.run.changes import differences
@@ -45,23 +45,8 @@ class RunDifference:
     speed: float | None
     """Median tokens per second over that of the first run."""
 
-    def verdict(self) -> str:
-        """Speed and loss, next to those of the first run."""
-        parts = []
-        if self.speed is not None:
-            change = f"{abs(self.speed - 1):.1%} {'faster' if self.speed > 1 else 'slower'}"
-            equal = change.startswith("0.0%")
-            parts.append("as fast" if equal else f"{change} (median tokens/s)")
-        if self.unequal is None and self.steps:
-            parts.append("the same loss, to the last bit")
-        elif (last := self.last) is not None:
-            parts.append(
-                f"loss {last.other:.4f} instead of {last.first:.4f} at step {last.step:,}"
-            )
-        return ", ".join(parts) or "nothing to compare yet"
-
     def losses(self) -> str:
-        """From which step on the losses differ."""
+        """From which step on the losses differ, and those of the last step."""
         if not self.steps:
             return "no step was logged in both"
         if self.unequal is None:
@@ -71,9 +56,10 @@ class RunDifference:
             return f"{said}, nowhere by more than rounding ({ROUNDING:g} relative)"
         if pair.step != self.unequal.step:
             said += f", by more than rounding at step {pair.step:,}"
-        return (
-            f"{said}: {pair.other:.6g} instead of {pair.first:.6g}, {pair.change:+.2g} relative"
-        )
+        said += f": {pair.other:.6g} instead of {pair.first:.6g}, {pair.change:+.2g} relative"
+        if (last := self.last) is not None and last != pair:
+            said += f"; at step {last.step:,} {last.other:.6g} instead of {last.first:.6g}"
+        return said
 
 
 def names_of(records: Sequence[RunRecord]) -> list[str]:
@@ -129,7 +115,7 @@ def difference(first: RunRecord, other: RunRecord) -> RunDifference:
 def median_speed(metrics: Sequence[Metrics]) -> float | None:
     """Median tokens per second. The first line, a warm-up, counts only if it is the only
     one."""
-    speeds = [speed for line in metrics if (speed := amount(line, "tokens_per_s")) is not None]
+    speeds = [speed for line in metrics if (speed := number(line, "tokens_per_s")) is not None]
     return statistics.median(speeds[1:] or speeds) if speeds else None
 
 

@@ -24,8 +24,8 @@ from typing import Any
 from toolkit.report.attempts import (
     Attempt,
     Event,
-    amount,
     attempts,
+    number,
     seconds_of,
     step_of,
     windows,
@@ -68,7 +68,7 @@ class Goodput:
 
 
 def goodput(events: Sequence[Event], metrics: Sequence[Metrics]) -> Goodput:
-    """Divide the time of a run. Raises nothing for events or fields that are missing."""
+    """Divide the time of a run."""
     found = attempts(events)
     steps_s = _steps_s(metrics)
     spans = list(windows(found, _unlogged_tail_s(found, steps_s)))
@@ -97,7 +97,7 @@ def _steps_s(metrics: Sequence[Metrics]) -> dict[int, tuple[int, float]]:
     found: dict[int, tuple[int, float]] = {}
     before = 0
     for line in metrics:
-        step, each = step_of(line), amount(line, "step_time_s")
+        step, each = step_of(line), number(line, "step_time_s")
         if step is None or each is None or step <= before:
             continue
         found[step] = (step - before, each)

@@ -1,4 +1,4 @@
-"""A run directory as reports read it: what is there, what is missing, and whether it runs."""
+"""A run directory as reports read it: what is there, and whether it runs."""
 
 import os
 import time
@@ -16,7 +16,6 @@ from toolkit.run import jsonl
 from toolkit.run.changes import parse_recipe
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import valid_event
 from toolkit.system.untrusted import parse_mapping, read_bytes
 from toolkit.text.units import duration
 
@@ -30,7 +29,7 @@ _DEEPEST = 5
 
 @dataclass
 class RunRecord:
-    """What one run directory holds. Mappings are empty where their file cannot be read."""
+    """What one run directory holds. Mappings are empty where there is no file yet."""
 
     run: RunDirectory
     events: Sequence[Event] = ()
@@ -38,8 +37,6 @@ class RunRecord:
     recipe: Mapping[str, Any] = field(default_factory=dict)
     plan: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, Any] = field(default_factory=dict)
-    missing: list[str] = field(default_factory=list)
-    """What could not be read, one sentence per file."""
 
     @cached_property
     def summary(self) -> Summary:
@@ -78,44 +75,18 @@ def _summary(run: RunDirectory, events: Sequence[Event], metrics: Sequence[Metri
     return replace(found, ending=Ending("failed", why=why))
 
 
-def read_lines(
-    path: Path, missing: list[str], valid: Callable[[Any], Any] = dict
-) -> list[dict[str, Any]]:
-    """The objects in a JSON Lines file, each passed through `valid`. A line for which `valid`
-    returns None is damaged and left out. If the file cannot be read whole, a sentence is added
-    to `missing`."""
-    try:
-        lines = read_bytes(path, jsonl.LARGEST).split(b"\n")
-    except (OSError, ValueError) as error:
-        missing.append(f"{path.name}: {_why(error)}")
-        return []
-    is_cut = bool(lines.pop())
-    parsed = {
-        number: next(map(valid, jsonl.parse(line)), None)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    }
-    if damaged := [number for number, one in parsed.items() if one is None]:
-        missing.append(
-            f"{path.name}: {len(damaged):,} of {len(parsed):,} lines cannot be read (the "
-            f"first: line {damaged[0]:,}); left out"
-        )
-    if is_cut:
-        missing.append(f"{path.name}: its last line is cut short, or is being written")
-    return [one for one in parsed.values() if one is not None]
-
-
 def read_record(path: Path, *, with_environment: bool = False) -> RunRecord:
-    """Read a run directory. Raises DataError for a folder that is none."""
+    """Read a run directory. Raises DataError for a folder that is none, and for a file that is
+    damaged."""
     run = require_run(path)
-    record = RunRecord(run)
-    record.events = read_lines(run.events, record.missing, valid_event)
-    record.metrics = read_lines(run.metrics, record.missing)
-    record.recipe = _mapping(run.recipe, parse_recipe, record.missing)
-    record.plan = _mapping(run.plan, parse_mapping, record.missing)
-    if with_environment:
-        record.environment = _mapping(run.environment, parse_mapping, record.missing)
-    return record
+    return RunRecord(
+        run,
+        events=jsonl.read(run.events),
+        metrics=jsonl.read(run.metrics),
+        recipe=_mapping(run.recipe, parse_recipe),
+        plan=_mapping(run.plan, parse_mapping),
+        environment=_mapping(run.environment, parse_mapping) if with_environment else {},
+    )
 
 
 def require_run(path: Path) -> RunDirectory:
@@ -129,20 +100,15 @@ def require_run(path: Path) -> RunDirectory:
     return run
 
 
-def _mapping(
-    path: Path, parse: Callable[[str], dict[str, Any]], missing: list[str]
-) -> dict[str, Any]:
+def _mapping(path: Path, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
     try:
         return parse(read_bytes(path).decode("utf-8"))
-    except (OSError, ValueError) as error:
-        missing.append(f"{path.name}: {_why(error)}")
-        return {}
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return "missing"
-    return str(getattr(error, "strerror", None) or error).splitlines()[0]
+    except ValueError as error:
+        raise DataError(
+            f"{path} cannot be read: {error}", fix="correct or remove it"
+        ) from error
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -194,20 +160,15 @@ class RunLine:
     loss: float | None
     age_s: float
     """Seconds since the run's last sign of life."""
-    damaged: list[str]
-    """Files that could not be read whole, one sentence each."""
 
 
 def run_line(path: Path) -> RunLine:
     """A run in short; of its metrics only the end is read."""
     run = RunDirectory(path)
-    missing: list[str] = []
-    size = run.metrics.stat().st_size if run.metrics.is_file() else 0
-    if not size and run.metrics.exists() and not run.metrics.is_file():
-        missing.append(f"{run.metrics.name}: it is not a regular file")
-    tail = jsonl.read(run.metrics, max(0, size - _TAIL)) if size else []
-    found = _summary(run, read_lines(run.events, missing, valid_event), tail)
+    size = run.metrics.stat().st_size if run.metrics.exists() else 0
+    tail = jsonl.read(run.metrics, max(0, size - _TAIL))
+    found = _summary(run, jsonl.read(run.events), tail)
     loss = found.losses and found.losses[1].value
     age_s = max(0.0, time.time() - last_written(run))
     ending = found.ending
-    return RunLine(str(path), ending.state, ending.why, found.steps, loss, age_s, missing)
+    return RunLine(str(path), ending.state, ending.why, found.steps, loss, age_s)

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from statistics import fmean
 from typing import Any, Literal
 
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, EXIT_RESUMABLE
-from toolkit.report.attempts import Attempt, Event, amount, attempts, number, step_of
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
+from toolkit.report.attempts import Attempt, Event, attempts, number, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.run.comparison import differences
 
@@ -81,8 +80,6 @@ class Summary:
     starts: int
     restarts: tuple[str, ...]
     """Why the launcher restarted the workers, each time that they had failed."""
-    restarts_after_stop: int
-    """Restarts by another tool's launcher, which takes exit code 75 for a failure."""
     saves: Saves
     data_wait_share: float | None
     """Share of the time of all logged steps that rank 0 waited for micro batches, 0 … 1. None
@@ -106,10 +103,7 @@ class Summary:
         if (found := self.validation) is not None:
             yield "validation", f"{found.value:.4f} at step {found.step:,}"
         failures = f"{len(self.restarts):,} of them by the launcher after a failure"
-        starts = f"{self.starts:,}, {failures}"
-        if self.restarts_after_stop:
-            starts += f", {self.restarts_after_stop:,} although a signal had stopped the run"
-        yield "starts", starts
+        yield "starts", f"{self.starts:,}, {failures}"
         for reason in self.restarts:
             yield "", f"- {reason}"
         yield "checkpoints", str(self.saves)
@@ -124,23 +118,20 @@ class Summary:
 
 
 def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
-    """Read a run's events and metrics. What is missing is left out."""
+    """Read a run's events and metrics."""
     found = attempts(events)
     losses = [loss for line in metrics if (loss := _loss(line)) is not None]
     validations = [loss for event in _all(found, "evaluation") if (loss := _loss(event))]
-    automatic = [(before, one) for before, one in pairwise(found) if one.automatic]
-    restarts = [one.events[0].get("reason") for before, one in automatic if not before.stopped]
+    restarts = [str(one.events[0]["reason"]) for one in found if one.automatic]
     predictions = _all(found, "prediction")
     last = metrics[-1] if metrics else {}
-    tokens = amount(last, "consumed_tokens")
     return Summary(
         steps=max([step_of(last) or 0, *(one.step for one in found[-1:])]),
-        tokens=None if tokens is None else int(tokens),
+        tokens=last.get("consumed_tokens"),
         losses=(losses[0], losses[-1]) if losses else None,
         validation=validations[-1] if validations else None,
         starts=len(found),
-        restarts=tuple(str(reason or "no reason recorded") for reason in restarts),
-        restarts_after_stop=len(automatic) - len(restarts),
+        restarts=tuple(restarts),
         saves=_saves(_all(found, "save")),
         data_wait_share=_data_wait_share(metrics),
         prediction=predictions[-1] if predictions else None,
@@ -161,7 +152,7 @@ def _saves(events: Sequence[Event]) -> Saves:
     steps = [step for event in events if (step := step_of(event)) is not None]
     means = []
     for name in ("stall_s", "seconds"):
-        known = [each for event in events if (each := amount(event, name)) is not None]
+        known = [each for event in events if (each := number(event, name)) is not None]
         means.append(fmean(known) if known else None)
     return Saves(len(events), max(steps, default=None), *means)
 
@@ -170,7 +161,7 @@ def _data_wait_share(metrics: Sequence[Metrics]) -> float | None:
     waited_s, trained_s, before = 0.0, 0.0, 0.0
     for line in metrics:
         step, each, waited = (
-            amount(line, name) for name in ("step", "step_time_s", "data_wait_s")
+            number(line, name) for name in ("step", "step_time_s", "data_wait_s")
         )
         if step is not None and each is not None and waited is not None:
             waited_s += (step - before) * waited
@@ -180,10 +171,9 @@ def _data_wait_share(metrics: Sequence[Metrics]) -> float | None:
 
 
 def _ending(last: Attempt) -> Ending:
-    ends = [(int(amount(event, "exit_code") or 0), event) for event in last.of("end")]
+    ends = [(event["exit_code"], event) for event in last.of("end")]
     for event in last.of("failure")[-1:]:
-        code = int(amount(event, "exit_code") or EXIT_FAILED)
-        return Ending("failed", code, str(event.get("reason")))
+        return Ending("failed", event["exit_code"], str(event["reason"]))
     for code, event in ends:
         if code not in (EXIT_DONE, EXIT_RESUMABLE):
             error = event.get("error", "no message recorded")

@@ -15,9 +15,9 @@ from toolkit.plan.dimensions import layout_text
 from toolkit.plan.ledger import LedgerEntry, ledger
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
+from toolkit.run import jsonl
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import read_events
 from toolkit.run.trackers import trackers_line
 from toolkit.text.terminal import tell
 
@@ -47,7 +47,7 @@ def show_run_directory(run: RunDirectory) -> None:
 def show_results(run: RunDirectory, offset: int, *, done: bool) -> None:
     """What this start measured next to the plan's prediction. For a run that is `done`, where
     everything is. `offset` in events.jsonl is where this start began."""
-    for event in read_events(run.events, offset):
+    for event in jsonl.read(run.events, offset):
         if event.get("kind") == "prediction":
             for quantity, text in differences(event):
                 tell(f"{quantity:<12} {text}")

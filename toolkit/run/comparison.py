@@ -2,29 +2,24 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
-
-from pydantic import Field, TypeAdapter, ValidationError
+from typing import Any
 
 from toolkit.plan.hardware.cluster import Basis
 from toolkit.text.units import seconds, size
-
-Amount = Annotated[float, Field(ge=0, le=1e15, allow_inf_nan=False)]
-"""A quantity that was predicted or measured."""
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Memory and time of one step on the fullest and the busiest rank."""
 
-    step_time_s: Amount
-    memory_gib: Amount
+    step_time_s: float
+    memory_gib: float
     """Peak of what the framework's allocator hands out (torch.cuda.max_memory_allocated)."""
     basis: Basis
     """The basis of the step time."""
-    reserved_gib: Amount | None = None
-    """Peak of what the allocator takes from the device. None in a plan of an older release."""
-    outside_gib: Amount | None = None
+    reserved_gib: float
+    """Peak of what the allocator takes from the device."""
+    outside_gib: float
     """Memory of the device outside of the allocator: CUDA's context and NCCL's buffers."""
 
 
@@ -32,17 +27,17 @@ class Prediction:
 class RunMeasurement:
     """What a run took since it started."""
 
-    step_time_s: Amount
+    step_time_s: float
     """Median of its steps, without the first one where there are more."""
     steps: int
     """How many that are."""
-    memory_gib: Amount | None
+    memory_gib: float | None
     """Peak of the allocator on the fullest device. None on CPU, where it is not measured."""
-    process_gib: Amount | None
+    process_gib: float | None
     """On CPU: peak of the largest process as a whole, Python and its libraries included."""
-    reserved_gib: Amount | None = None
+    reserved_gib: float | None = None
     """Peak of what the allocator took from the fullest device."""
-    outside_gib: Amount | None = None
+    outside_gib: float | None = None
     """Memory of that device outside of the allocator, other processes' included."""
     retries: int | None = None
     """How often the allocator released its cache because the device was full: each costs time,
@@ -79,12 +74,8 @@ def summary_numbers(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Rows of (quantity, text) for people. None of an event that does not have both sides."""
-    try:
-        predicted = TypeAdapter(Prediction).validate_python(event.get("predicted"))
-        measured = TypeAdapter(RunMeasurement).validate_python(event.get("measured"))
-    except ValidationError:
-        return
+    """Rows of (quantity, text) for people."""
+    predicted, measured = Prediction(**event["predicted"]), RunMeasurement(**event["measured"])
     yield "step time", _step(predicted, measured)
     promised = size(predicted.memory_gib)
     if measured.memory_gib is not None:
@@ -99,10 +90,8 @@ def differences(event: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _beyond(predicted: Prediction, measured: RunMeasurement) -> Iterator[tuple[str, str]]:
     """Reserved memory, and memory outside of the allocator: measured and predicted."""
     for key, name in (("reserved_gib", "reserved"), ("outside_gib", "CUDA and NCCL")):
-        found, promised = getattr(measured, key), getattr(predicted, key)
-        if found is not None:
-            more = "" if promised is None else f", {size(promised)} predicted"
-            yield name, f"{size(found)} measured{more}"
+        if (found := getattr(measured, key)) is not None:
+            yield name, f"{size(found)} measured, {size(getattr(predicted, key))} predicted"
     if retries := measured.retries:
         yield "allocator", f"the device was full {retries} times: its cache was released"
 

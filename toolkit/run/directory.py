@@ -16,7 +16,7 @@ from toolkit.removed import SETTINGS
 from toolkit.run import jsonl
 from toolkit.run.changes import ON_REQUEST, changes, may_change, parse_recipe, shown
 from toolkit.run.environment import environment_report
-from toolkit.run.events import EventLog, read_events
+from toolkit.run.events import EventLog
 from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import is_within
@@ -138,14 +138,10 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
     A run that ended before training started (e.g. because of a malformed row) may restart with
     a fixed recipe.
     """
-    for file in (run.metrics, run.lock):
-        if file.exists() and not file.is_file():
-            found = f"{file}, which is no regular file"
-            raise RecipeError([Problem("--run-dir", found, "the directory of a run", _OTHER)])
     try:
         if not run.recipe.exists() or _never_began(run):
             return
-    except OSError as error:  # e.g. a FIFO, or a name that is too long
+    except OSError as error:  # e.g. a name that is too long
         raise not_writable(Path(error.filename or run.path), error) from error
     problems = [
         Problem(
@@ -208,7 +204,7 @@ def _stored_and_new(run: RunDirectory, recipe: Recipe) -> tuple[Any, Any]:
 
 def was_requested(run: RunDirectory, key: str, value: object) -> bool:
     """Whether the last `--change` of a setting asked for this value."""
-    events = [event for event in read_events(run.events) if event.get("kind") == "change"]
+    events = [event for event in jsonl.read(run.events) if event.get("kind") == "change"]
     values = [event.get("now") for event in events if event.get("key") == key]
     return bool(values) and values[-1] == value
 
@@ -218,5 +214,5 @@ def _not_changeable(found: str, allowed: str, fix: str) -> RecipeError:
 
 
 def _never_began(run: RunDirectory) -> bool:
-    kinds = {event.get("kind") for event in read_events(run.events)}
+    kinds = {event.get("kind") for event in jsonl.read(run.events)}
     return "end" in kinds and "start" not in kinds

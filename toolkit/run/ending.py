@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
+from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import read_events
 
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal, a training rank writes the stacks of all its threads to its log and
@@ -24,7 +24,7 @@ def grace_over(grace_s: float, run_dir: Path, offset: int) -> tuple[str, int]:
 
     `offset`: see `events_offset`. The run fails only if it did not save.
     """
-    events = read_events(RunDirectory(run_dir).events, offset)
+    events = jsonl.read(RunDirectory(run_dir).events, offset)
     late = f"within launch.grace_s ({grace_s:g} s) and were killed"
     # Written after the save: `signal` by the ranks that were asked, `end` by rank 0.
     for event in events:
@@ -42,7 +42,7 @@ def events_offset(run_dir: Path) -> int:
 
 def cause_of(run_dir: Path, offset: int) -> str | None:
     """The error of the first rank that failed by itself, in events after `offset`."""
-    cause = cause_in(read_events(RunDirectory(run_dir).events, offset))
+    cause = cause_in(jsonl.read(RunDirectory(run_dir).events, offset))
     return None if cause is None else str(cause["error"])
 
 
@@ -64,7 +64,7 @@ class Hang:
 
 def hangs_after(run_dir: Path, offset: int) -> list[dict[str, Any]]:
     """The `hang` events of a start. `offset`: see `events_offset`."""
-    events = read_events(RunDirectory(run_dir).events, offset)
+    events = jsonl.read(RunDirectory(run_dir).events, offset)
     return [event for event in events if event.get("kind") == "hang"]
 
 

@@ -85,23 +85,6 @@ class EventLog:
         jsonl.append_where_room(self.path, {"time": stamp, "kind": kind, **fields})
 
 
-_WHOLE = ("rank", "world", "step", "exit_code", "slow_rank")
-"""Fields that all readers of an event compute with."""
-_SIDES = ("predicted", "measured", "measured_over_predicted")
-
-
-def read_events(path: Path, offset: int = 0) -> list[dict[str, Any]]:
-    """The events from byte `offset` on. What is none is left out, as by every reader."""
-    return [event for line in jsonl.read(path, offset) if (event := valid_event(line))]
-
-
-def valid_event(line: dict[str, Any]) -> dict[str, Any] | None:
-    """The event of a line of events.jsonl. None for another line."""
-    whole = all(isinstance(line.get(key), int | None) for key in _WHOLE)
-    sides = all(isinstance(line.get(key, {}), dict) for key in _SIDES)
-    return line if whole and sides and isinstance(line.get("kind"), str) else None
-
-
 def process_age_s() -> float:
     """Seconds since this process was started, Python's own start included."""
     return max(0.0, time.time() - float(psutil.Process().create_time()))

@@ -27,7 +27,7 @@ from toolkit.run import jsonl
 from toolkit.run.changes import parse_recipe
 from toolkit.run.comparison import summary_numbers
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import VALIDATION, EventLog, read_events
+from toolkit.run.events import VALIDATION, EventLog
 from toolkit.run.trackers import TRACKERS, wandb_mode, wanted
 from toolkit.system.atomic import write_atomically
 from toolkit.system.install import install
@@ -240,7 +240,7 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 def _exit_code(events: Path) -> int:
     """How the run ended. Other trackers may have written warnings since."""
-    lives = [event for event in read_events(events) if event["kind"] in ("start", "end")]
+    lives = [event for event in jsonl.read(events) if event["kind"] in ("start", "end")]
     if lives and lives[-1]["kind"] == "end":
         return int(lives[-1].get("exit_code") or 0)
     return EXIT_FAILED

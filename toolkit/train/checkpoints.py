@@ -38,7 +38,7 @@ from toolkit.run.assignment import Assignment
 from toolkit.run.changes import changes, may_change, shown
 from toolkit.run.directory import RunDirectory, was_requested
 from toolkit.run.environment import environment_report
-from toolkit.run.events import EventLog, read_events
+from toolkit.run.events import EventLog
 from toolkit.text.terminal import tell
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.progress import Progress
@@ -103,7 +103,7 @@ class RunCheckpoints:
         check_shared_disk(self.store.folder)
         found = find_newest(
             self.store,
-            expected=any(e.get("kind") == "save" for e in read_events(self.directory.events)),
+            expected=any(e.get("kind") == "save" for e in jsonl.read(self.directory.events)),
             verifying=partial(marks.begin, _VERIFYING),
         )
         if found is None:
@@ -211,7 +211,7 @@ class RunCheckpoints:
             event.get("kind") == "end"
             and event.get("exit_code") == EXIT_DONE
             and event.get("step") == step
-            for event in read_events(self.directory.events)
+            for event in jsonl.read(self.directory.events)
         )
         if early:
             tell(f"stopped early: {name} is step {step} of {steps}; {history.reason}")

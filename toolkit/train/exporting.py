@@ -10,8 +10,9 @@ from toolkit.checkpoint.store import CheckpointStore
 from toolkit.data.chat.template import ChatTemplate
 from toolkit.models.huggingface import add_end_tokens
 from toolkit.recipe.schema import ChatRowsSource, Recipe
+from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import EventLog, read_events
+from toolkit.run.events import EventLog
 from toolkit.run.model_card import CARD, is_generated, write_card
 from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import tell
@@ -67,6 +68,6 @@ def _files_of(folder: Path) -> dict[str, int]:
 
 def _recorded(run: RunDirectory, step: int) -> dict[str, int]:
     """The files of the last export, if it was of `step`. Otherwise none."""
-    exports = [event for event in read_events(run.events) if event.get("kind") == "export"]
+    exports = [event for event in jsonl.read(run.events) if event.get("kind") == "export"]
     files = exports[-1].get("files") if exports and exports[-1].get("step") == step else None
     return files if isinstance(files, dict) else {}

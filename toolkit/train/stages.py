@@ -22,8 +22,9 @@ from toolkit.models.adapters.weights import AdaptedWeights
 from toolkit.models.families import model_spec
 from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.preference import REFERENCE
+from toolkit.run import jsonl
 from toolkit.run.assignment import elastic_restarts
-from toolkit.run.events import process_age_s, read_events
+from toolkit.run.events import process_age_s
 from toolkit.run.progress import ProgressReport
 from toolkit.text.terminal import tell
 from toolkit.train.balance import Balancer
@@ -213,7 +214,7 @@ def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter
 def _report_resize(start: Start) -> None:
     """Write how many ranks there were before the agents met again, if `launch.elastic`, and how
     long ago a step was logged."""
-    events = read_events(start.directory.events)
+    events = jsonl.read(start.directory.events)
     before = next((one for one in reversed(events) if one.get("kind") == "start"), None)
     if start.recipe.launch.elastic is None or before is None:
         return

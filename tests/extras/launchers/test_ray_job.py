@@ -19,8 +19,8 @@ from toolkit.extras.launchers.ray import RayMachine, agent_log
 from toolkit.launchers.base import Job, free_port
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
+from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import read_events
 
 _DRIVER = """
 import json, os, signal, sys, time
@@ -132,7 +132,7 @@ def test_lost_agents_are_started_again_so_often(
 
     assert ray_job._run_agents(start, fewest, 2, restarts, run, signals) == code
     assert started == [0, 1, *[1] * restarts]
-    events = read_events(run.events)
+    events = jsonl.read(run.events)
     found = [
         event.get("reason" if event["kind"] == "failure" else "message") for event in events
     ]

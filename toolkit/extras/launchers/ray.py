@@ -47,10 +47,11 @@ from toolkit.launchers.process import (
     die_with_parent,
 )
 from toolkit.recipe.schema import Recipe
+from toolkit.run import jsonl
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import events_offset, grace_over
-from toolkit.run.events import EventLog, read_events
+from toolkit.run.events import EventLog
 from toolkit.system.interpreter import python, safe_path
 from toolkit.text.redact import copy_to_log
 from toolkit.text.terminal import tell
@@ -103,7 +104,7 @@ class RayStarter:
             asked = signals.kill_requested
             tell(f"error: {'the ranks were killed, as requested' if asked else message}")
         elif how := _untold_end(code):
-            events = read_events(RunDirectory(spec.run_dir).events, offset)
+            events = jsonl.read(RunDirectory(spec.run_dir).events, offset)
             trained = any(event["kind"] == "start" for event in events)
             waited = stopping and not trained
             code = EXIT_RESUMABLE if waited else EXIT_FAILED
@@ -332,7 +333,7 @@ class RayMachine:
 
         config, run = self._config, RunDirectory(Path(self._config["run_dir"]))
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        kinds = [event["kind"] for event in read_events(run.events, config["offset"])]
+        kinds = [event["kind"] for event in jsonl.read(run.events, config["offset"])]
         starts = max(kinds.count("start"), kinds.count("failure"))  # some die before theirs
         meeting = config.get("meeting")
         set_by_ray = ["--set", f"launch.rendezvous={meeting}"] if meeting else []

@@ -84,7 +84,6 @@ def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
                     {"step": one["step"], "tone": one["tone"]} for one in found[-MOST_MARKS:]
                 ],
                 "sections": sections(record, found),
-                "missing": record.missing,
             }
         )
     data = {"runs": runs, "charts": drawn, "comparison": _comparison(records, names)}
@@ -99,7 +98,7 @@ def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section |
     first, *others = records
     found = [difference(first, other) for other in others]
     items = [
-        f"{name}, next to {names[0]}: {one.verdict()}. Loss: {one.losses()}."
+        f"Loss of {name}, next to {names[0]}: {one.losses()}."
         for name, one in zip(names[1:], found, strict=True)
     ]
     settings = settings_that_differ(records)

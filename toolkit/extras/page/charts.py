@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import EXIT_DONE
-from toolkit.report.attempts import Event, amount, number, of_plan, step_of
+from toolkit.report.attempts import Event, number, step_of
 from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.run.events import VALIDATION
@@ -15,8 +15,6 @@ BUCKETS = 400
 points is shown whole. A chart is about as many pixels wide."""
 MOST_MARKS = 200
 """Most marks of a run. The last ones are kept, and the page says how many there are."""
-MOST_CHARTS = 40
-"""Most charts of all runs. The page names the metrics that have none."""
 _KNOWN = {
     "loss": ("Loss", "nats, or as the objective defines it"),
     "grad_norm": ("Gradient norm", "global L2 norm before clipping"),
@@ -95,23 +93,14 @@ def _short(value: float) -> float | None:
 
 
 def charts(records: Sequence[RunRecord]) -> list[Chart]:
-    """All charts, each with curves of one or several runs. A metric without room for a chart is
-    named in `missing` of its run."""
+    """All charts, each with curves of one or several runs."""
     buckets = max(50, BUCKETS // len(records))
     shown = [columns(record.metrics) for record in records]
     others = dict.fromkeys(
         name for one in shown for name in one if name not in (*_KNOWN, *_IN_OTHERS)
     )
     found = [_chart(name, records, shown, buckets) for name in (*_KNOWN, *others)]
-    drawn = [chart for chart in found if chart is not None]
-    left_out = [chart["id"] for chart in drawn[MOST_CHARTS:]]
-    for record, one in zip(records, shown, strict=True):
-        if names := [name for name in left_out if name in one]:
-            record.missing.append(
-                f"metrics.jsonl: {len(names)} metrics are not drawn, a page has at most "
-                f"{MOST_CHARTS} charts: {', '.join(names)}"
-            )
-    return drawn[:MOST_CHARTS]
+    return [chart for chart in found if chart is not None]
 
 
 def _chart(
@@ -154,7 +143,7 @@ def _beside(
         yield {"label": "waiting for data", "kind": "part", **part}
     promised = _promised(name, record.plan)
     if promised is not None and _points(shown, name, 1) is not None:
-        basis = of_plan(record.plan).get("basis")
+        basis = record.plan["predicted"]["basis"]
         label = "predicted, for a nominal CPU" if basis == "nominal" else "predicted"
         ends = [shown["step"][0], shown["step"][-1]]
         yield {"label": label, "kind": "predicted", "step": ends, "y": [_short(promised)] * 2}
@@ -162,15 +151,17 @@ def _beside(
 
 def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
     """The plan's prediction of a metric."""
+    if not plan:
+        return None
     if name in ("step_time_s", "memory_gib"):
-        return number(of_plan(plan), name)
+        return number(plan["predicted"], name)
     if name == "mfu":
         return number(plan, "mfu")
-    layout, each = plan.get("layout"), number(plan, "tokens_per_s_per_gpu")
-    if name != "tokens_per_s" or each is None or not isinstance(layout, dict):
+    each = number(plan, "tokens_per_s_per_gpu")
+    if name != "tokens_per_s" or each is None:
         return None
-    ranks = (number(layout, degree) or 1.0 for degree in ("dp", "tp", "pp", "cp"))
-    return each * math.prod(ranks)
+    layout: Mapping[str, int] = plan["layout"]
+    return each * math.prod(layout[degree] for degree in ("dp", "tp", "pp", "cp"))
 
 
 def _evaluated(name: str, evaluated: Sequence[Event]) -> dict[str, list[Any]]:
@@ -192,11 +183,9 @@ def marks(record: RunRecord) -> list[dict[str, Any]]:
     found = []
     for event in record.events:
         kind = str(event.get("kind"))
-        if kind == "restart" and "attempt" not in event:
-            continue  # a worker's own: it says that nothing was saved
         if kind == "end" and number(event, "exit_code") == EXIT_DONE:
             continue  # as every run does
-        step = amount(event, "step" if "step" in event else "from_step")
+        step = number(event, "step" if "step" in event else "from_step")
         if kind in MARKS and step is not None:
             word, tone = MARKS[kind]
             time = str(event.get("time", ""))[:19].replace("T", " ")

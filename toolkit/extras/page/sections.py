@@ -8,12 +8,11 @@ from pydantic import ValidationError
 from toolkit.extras.page.charts import MOST_MARKS
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
-from toolkit.removed import without_removed, without_unset
-from toolkit.report.attempts import amount, number
+from toolkit.removed import without_unset
+from toolkit.report.attempts import number
 from toolkit.report.compare import median_speed
 from toolkit.report.goodput import PARTS
 from toolkit.report.record import RunRecord
-from toolkit.run.changes import parse_recipe
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import leaves
 from toolkit.text.units import duration, seconds, size
@@ -43,9 +42,8 @@ def sections(record: RunRecord, happened: Sequence[Mapping[str, Any]]) -> list[S
 def tiles(record: RunRecord) -> list[list[str]]:
     """The numbers at the top: what, how much, and a remark."""
     summary, last = record.summary, record.metrics[-1] if record.metrics else {}
-    training = record.recipe.get("training")
-    total = amount(training, "steps") if isinstance(training, dict) else None
-    found = [["steps", f"{summary.steps:,}", f"of {total:,.0f}" if total else ""]]
+    total = record.recipe.get("training", {}).get("steps")
+    found = [["steps", f"{summary.steps:,}", f"of {total:,}" if total else ""]]
     if summary.losses is not None:
         first, final = summary.losses
         found.append(["loss", f"{final.value:.4f}", f"from {first.value:.4f}"])
@@ -80,19 +78,15 @@ def _time(record: RunRecord) -> Section | None:
 
 
 def _parts(record: RunRecord, name: str, title: str, shown: Any) -> Section | None:
-    """A prediction by part. None where the run's plan does not have it."""
-    parts = record.plan.get("predicted_parts")
-    found = parts.get(name) if isinstance(parts, dict) else None
-    if not isinstance(found, dict):
-        return None
-    amounts = {str(part): amount(found, part) or 0.0 for part in found}
-    bar = [[part, amount, shown(amount)] for part, amount in amounts.items() if amount > 0]
+    """A prediction by part. None before the run is planned."""
+    parts = record.plan["predicted_parts"][name] if record.plan else {}
+    bar = [[part, amount, shown(amount)] for part, amount in parts.items() if amount > 0]
     return {"title": title, "bar": bar} if bar else None
 
 
 def _memory(record: RunRecord) -> Section | None:
     section = _parts(record, "memory_gib", "Memory, as predicted", size)
-    peaks = [gib for line in record.metrics if (gib := amount(line, "memory_gib")) is not None]
+    peaks = [gib for line in record.metrics if (gib := number(line, "memory_gib")) is not None]
     if section is not None and peaks:
         section["note"] = f"Measured: {size(max(peaks))} at most on the fullest rank."
     return section
@@ -103,18 +97,13 @@ def _recipe(record: RunRecord) -> Section | None:
         return None
     text = read_bytes(record.run.recipe).decode("utf-8")
     section: Section = {"title": "Recipe", "text": text, "open": "All settings"}
-    gone: list[str] = []
-    recorded = without_removed(without_unset(parse_recipe(text)), gone)
     try:
-        stated = Recipe.model_validate(recorded, strict=False)
-    except ValidationError as error:
-        note = f"This release does not read it: {error.error_count()} settings."
-        return {**section, "note": note}
+        stated = Recipe.model_validate(without_unset(record.recipe), strict=False)
+    except ValidationError:
+        return {**section, "note": "It is another release's: defaults are shown, too."}
     values = leaves(stated.model_dump(exclude_defaults=True, mode="json"))
     own = [[key, in_yaml(value)] for key, value in values]
     section["note"] = f"{len(own)} settings differ from the defaults of this release."
-    if gone:
-        section["note"] += f" An earlier release had {', '.join(dict.fromkeys(gone))}."
     section["table"] = [["setting", "value"], *own]
     return section
 
@@ -123,17 +112,13 @@ def _plan(record: RunRecord) -> Section | None:
     plan = record.plan
     if not plan:
         return None
-    layout = plan.get("layout")
-    facts = [["engine", str(plan.get("engine"))], ["model", str(plan.get("model"))]]
-    if isinstance(layout, dict):
-        facts += [
-            [str(name).replace("_", " "), str(value)]
-            for name, value in layout.items()
-            if name == "dp" or value not in _NOT_USED
-        ]
-    reasons = plan.get("reasons")
-    items = [str(reason) for reason in reasons] if isinstance(reasons, list) else []
-    return {"title": "Plan", "facts": facts, "items": items}
+    facts = [["engine", plan["engine"]], ["model", plan["model"]]]
+    facts += [
+        [name.replace("_", " "), str(value)]
+        for name, value in plan["layout"].items()
+        if name == "dp" or value not in _NOT_USED
+    ]
+    return {"title": "Plan", "facts": facts, "items": plan["reasons"]}
 
 
 def _what_happened(found: Sequence[Mapping[str, Any]]) -> Section | None:

@@ -24,10 +24,9 @@ from toolkit.launchers.base import DMT
 from toolkit.launchers.outcome import failure_reason, log_tail
 from toolkit.launchers.process import ORPHAN_GRACE_S, Deadline, die_with_parent
 from toolkit.recipe.schema import Recipe
-from toolkit.report.record import read_lines
+from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
-from toolkit.run.events import valid_event
 
 Ending = Literal["done", "stopped", "interrupted", "out_of_memory", "hung", "failed"]
 """How a trial ended. `stopped`: by its caller's decision. `interrupted`: it saved because the
@@ -160,14 +159,8 @@ def _has_grown(run: RunDirectory, followed: Followed) -> bool:
         return False
     before = len(followed.metrics), len(followed.events)
     followed.sizes = sizes
-    followed.metrics = read_lines(run.metrics, [], _stepped)
-    followed.events = read_lines(run.events, [], valid_event)
+    followed.metrics, followed.events = jsonl.read(run.metrics), jsonl.read(run.events)
     return (len(followed.metrics), len(followed.events)) != before
-
-
-def _stepped(line: dict[str, Any]) -> dict[str, Any] | None:
-    """The step and numbers of a line of metrics.jsonl. None for a damaged one."""
-    return line if isinstance(line.get("step"), int) else None
 
 
 @contextmanager
