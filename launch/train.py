@@ -2,7 +2,7 @@
 
     deepspeed --num_gpus 2 launch/train.py recipes/tiny/llama-bytes.yaml
     torchrun --nproc-per-node 2 launch/train.py recipes/tiny/llama-bytes.yaml
-    dmt render recipes/tiny/llama-bytes.yaml --to accelerate --out accelerate.yaml
+    dmt render recipes/tiny/llama-bytes.yaml --to accelerate > accelerate.yaml
     accelerate launch --config_file accelerate.yaml launch/train.py recipes/…
 
 Where DMT is installed from a wheel, `-m toolkit.train` is the same (deepspeed: `--module`).

@@ -25,7 +25,6 @@ for name in ("llama-3.1-8b-pretrain", "mixtral-8x7b-pretrain", "llama-bytes"):
 from importlib.util import find_spec
 assert find_spec("toolkit.extras") is None
 assert main(["check", "llama-adamw-8bit"]) == 2
-assert main(["checkpoint", "import", "llama-bytes", "."]) == 3
 """
 
 

@@ -206,6 +206,8 @@ DEFAULTS: dict[str, object] = {
 }
 """Defaults of removed settings, where they were not null."""
 
+_MEGATRON = "`dmt render RECIPE --to megatron` prints the layout's arguments for megatron-core"
+
 COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
     "checkpoint import --samples": "leave it out; no one knows which samples were seen",
@@ -217,6 +219,7 @@ COMMANDS: dict[str, str] = {
     "plan --memory-fraction": _LESS_MEMORY,
     "plan --check-memory": "use `dmt rehearse RECIPE --gpu`",
     "plan --html": "use `dmt plan RECIPE --explain`",
+    "plan --flags": _MEGATRON,
     "plan --top": "leave it out: the best layout of every strategy is shown",
     "check --against env": "leave it out: `dmt launch` refuses variables that would hang a run "
     "or change what it computes",
@@ -252,6 +255,11 @@ COMMANDS: dict[str, str] = {
     "index.json in the step's folder have the rest",
     "checkpoint fits": "start the run: `dmt launch` refuses a checkpoint that does not fit, "
     "and names why, before the first step",
+    **{
+        f"checkpoint {verb} --json": "leave it out; the exit code is 0, 2 or 3, and "
+        "manifest.json in the step's folder has the numbers"
+        for verb in ("list", "verify", "export", "import")
+    },
     "checkpoint export --push-to-hub": "export, then `hf upload REPO FOLDER`",
     "checkpoint export --private": "export, then `hf upload REPO FOLDER --private`",
     "checkpoint export --shard-size": "leave it out: a file has 5 GB at most; transformers' "
@@ -271,7 +279,8 @@ COMMANDS: dict[str, str] = {
             "trainer",
         ]
     },
-    "render --to megatron-lm": "`dmt plan RECIPE --flags megatron-lm` prints the layout",
+    "render --to megatron-lm": _MEGATRON,
+    "render --out": "write `dmt render RECIPE > FILE`",
     "render --to skypilot": "copy the template in docs/launchers.md",
     "render --to dstack": "copy the template in docs/launchers.md",
     "convert": "`dmt checkpoint export FOLDER DIR --to megatron` writes for Megatron-LM, `dmt "

@@ -1,6 +1,6 @@
 """Fine-tune a model in a loop of your own, under Accelerate, with a recipe's parallelism.
 
-    dmt render RECIPE --to accelerate --out accelerate.yaml
+    dmt render RECIPE --to accelerate > accelerate.yaml
     accelerate launch --config_file accelerate.yaml \\
         launch/examples/accelerate_loop.py RECIPE [--set KEY=VALUE …]
 

@@ -1,6 +1,6 @@
 """Fine-tune with transformers' Trainer, every setting taken from a recipe.
 
-    dmt render RECIPE --to accelerate --out accelerate.yaml
+    dmt render RECIPE --to accelerate > accelerate.yaml
     accelerate launch --config_file accelerate.yaml \\
         launch/examples/hf_trainer.py RECIPE --output-dir out [--set KEY=VALUE …]
 

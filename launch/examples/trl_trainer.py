@@ -1,6 +1,6 @@
 """Post-train with TRL's SFTTrainer or DPOTrainer, with a recipe's parallelism and adapters.
 
-    dmt render RECIPE --to accelerate --out accelerate.yaml
+    dmt render RECIPE --to accelerate > accelerate.yaml
     accelerate launch --config_file accelerate.yaml \\
         launch/examples/trl_trainer.py RECIPE --output-dir out [--set KEY=VALUE …]
 

@@ -172,7 +172,7 @@ def test_version_and_help(dmt: Dmt) -> None:
         ("dmt che", {"check", "checkpoint"}),
         ("dmt plan recipe.yaml --expl", {"--explain"}),
         ("dmt checkpoint ver", {"verify"}),
-        ("dmt checkpoint verify --js", {"--json"}),
+        ("dmt checkpoint export --mer", {"--merged"}),
         ("dmt init llama-3.1", {"llama-3.1-405b", "llama-3.1-70b", "llama-3.1-8b"}),
         ("dmt init llama-3.1-8b --task ", {"pretrain", "sft", "lora", "dpo"}),
     ],

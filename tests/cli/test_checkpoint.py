@@ -1,6 +1,5 @@
 """`dmt checkpoint` as a user and as a program reads it."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -63,11 +62,7 @@ def test_list_shows_all_and_what_each_is(run: Path, capsys: Captured) -> None:
     assert "finished, latest  ddp dp1" in lines[3]
     assert "left by a save that was interrupted" in lines[5]
     assert "states no format, this release reads 1" in lines[7]
-    code, out, _ = dmt(capsys, "list", run / "checkpoints", "--json")
-    found = json.loads(out)["checkpoints"]
-    assert [one["state"] for one in found] == ["damaged", "finished", "unfinished", "damaged"]
-    assert [one["latest"] for one in found] == [False, True, False, False]
-    assert found[1]["layout"]["dp"] == 1
+    assert dmt(capsys, "list", run / "checkpoints") == (code, out, err)
 
 
 def test_list_needs_no_torch(run: Path) -> None:
@@ -98,8 +93,6 @@ def test_verify_names_every_problem(run: Path, capsys: Captured) -> None:
         "✗ state-00000.safetensors was changed: its SHA-256 is not the one in manifest.json",
         f"{folder} is damaged: 2 problems",
     ]
-    code, out, _ = dmt(capsys, "verify", folder, "--json")
-    assert code == 2 and len(json.loads(out)["problems"]) == 2
 
 
 def test_damage_does_not_become_part_of_a_good_checkpoint(
@@ -118,9 +111,8 @@ def test_export(run: Path, tmp_path: Path, capsys: Captured) -> None:
     saved = SavedState(run / "checkpoints" / "step-00000010")
     norm = saved.read("weight", whole_block("model.norm.weight", (64,)))
     assert torch.equal(model.model.norm.weight, norm)
-    code, out, err = dmt(capsys, "export", run, tmp_path / "m2", "--no-verify", "--json")
+    code, out, err = dmt(capsys, "export", run, tmp_path / "m2", "--no-verify")
     assert code == 0 and "verifying" not in err
-    assert json.loads(out)["verified"] is False
     code, _, err = dmt(capsys, "export", run, tmp_path / "model")
     assert code == 2 and "exists and is not empty" in err
 

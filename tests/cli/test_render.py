@@ -8,7 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from toolkit.cli.render import render
-from toolkit.errors import PlanError, RecipeError
+from toolkit.errors import PlanError
 
 RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny" / "llama-bytes.yaml")
 
@@ -43,14 +43,6 @@ def test_overrides_choose_another_preset() -> None:
     )
     assert config["zero_optimization"]["stage"] == 3
     assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
-
-
-def test_writes_a_file(tmp_path: Path) -> None:
-    out = tmp_path / "ds.json"
-    assert run("--out", str(out)) == ""
-    assert json.loads(out.read_text()) == json.loads(run())
-    with pytest.raises(RecipeError, match="--out"):
-        run("--out", str(tmp_path / "no" / "ds.json"))
 
 
 def test_engines_read_no_other_configuration() -> None:

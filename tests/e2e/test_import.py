@@ -267,20 +267,22 @@ def of_fsdp(foreign: Project) -> list[float]:
     return run_ranks(save_fsdp, 2, foreign.folder, foreign.folder / "fsdp")[0]
 
 
-def imported(foreign: Project, dmt: Dmt, source: str, overrides: Sequence[str]) -> Any:
+def imported(foreign: Project, dmt: Dmt, source: str, overrides: Sequence[str]) -> Path:
     run = foreign.folder / f"run-{source.replace('/', '-')}-{len(overrides)}"
     words = [word for one in overrides for word in ("--set", one)]
-    return dmt(
-        "checkpoint", "import", foreign.recipe, foreign.folder / source, "--run-dir", run,
-        *words, "--json",
-    ).json  # fmt: skip
+    source_path = foreign.folder / source
+    command = ["checkpoint", "import", foreign.recipe, source_path, "--run-dir", run, *words]
+    notes = [line for line in dmt(*command).err.splitlines() if line.startswith("note: ")]
+    assert len(notes) == 1, "about the data"
+    (folder,) = (run / "checkpoints").iterdir()
+    return folder
 
 
-def state_of(report: Any) -> SavedState:
-    """The imported state, of which the report tells the place."""
-    folder = Path(report["folder"])
-    assert (report["step"], report["consumed_samples"]) == (SAVED_AT, BATCH * SAVED_AT)
-    assert Manifest.read(folder).optimizer_steps == SAVED_AT
+def state_of(folder: Path) -> SavedState:
+    """The imported state."""
+    manifest = Manifest.read(folder)
+    assert (manifest.step, manifest.consumed_samples) == (SAVED_AT, BATCH * SAVED_AT)
+    assert manifest.optimizer_steps == SAVED_AT
     assert verify(folder).problems == ()
     return SavedState(folder)
 
@@ -296,9 +298,7 @@ def test_deepspeeds_state_to_the_bit(
 ) -> None:
     monkeypatch.chdir(foreign.folder)
     source, overrides = f"deepspeed/{name}/{UNIVERSAL}", CASES[name].overrides
-    report = imported(foreign, dmt, source, overrides)
-    state = state_of(report)
-    assert len(report["notes"]) == 1, "about the data"
+    state = state_of(imported(foreign, dmt, source, overrides))
     truth = torch.load(foreign.folder / "deepspeed" / f"{name}.truth.pt")
     assert state.shapes.keys() == truth.keys()
     for tensor, quantities in truth.items():
@@ -329,9 +329,9 @@ def test_launch_continues_it_in_another_layout(
     monkeypatch.chdir(foreign.folder)
     changes: dict[str, object] = {**CONTINUED[source], "training.steps": SAVED_AT + FURTHER}
     words = [f"{key}={value}" for key, value in changes.items()]
-    report = imported(foreign, dmt, source, words)
-    state_of(report)
-    run = Path(report["folder"]).parents[1]
+    folder = imported(foreign, dmt, source, words)
+    state_of(folder)
+    run = folder.parents[1]
     ended = foreign.launch(str(run), changes)
     assert f"continuing from step {SAVED_AT} of {SAVED_AT + FURTHER}" in ended.err
     losses = [loss for loss, _ in curve(run).values()]

@@ -4,7 +4,6 @@ import re
 import tomllib
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -40,15 +39,3 @@ def test_no_message_names_a_stranger() -> None:
         for name in re.findall(r"pip install (?:-\S+ )*['\"]?([a-z][\w-]*)", text):
             assert name not in ("dmt", "toolkit"), file
             assert name in known or file.suffix == ".md", (file, name)
-
-
-def test_what_installs_dmt_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout, the wheel that pip was given, or the release of an index: by our name."""
-    assert install.NAME == PROJECT["name"] != "dmt"
-    assert install.source() == str(ROOT)
-    monkeypatch.setattr(install, "_CHECKOUT", tmp_path)
-    url = "file:///wheels/dmt_train-0.1.0-py3-none-any.whl"
-    for answer, source in ((f'{{"url": "{url}"}}', url), (None, "dmt-train==0.1.0")):
-        installed = SimpleNamespace(read_text=lambda _, answer=answer: answer)
-        monkeypatch.setattr(metadata, "distribution", lambda _, one=installed: one)
-        assert install.source() == source

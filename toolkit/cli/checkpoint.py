@@ -1,11 +1,11 @@
 """`dmt checkpoint`: list, verify, export and import checkpoints."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,17 +16,14 @@ from toolkit.checkpoint.checkpoints import (
     locate,
     store_of,
 )
-from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, RunDir
-from toolkit.cli.output import Line, Table, output
+from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir
+from toolkit.cli.output import Line, Table, show
 from toolkit.cli.progress import progress
-from toolkit.errors import EXIT_DONE, EXIT_USER_ERROR, CheckpointError
+from toolkit.errors import EXIT_USER_ERROR, CheckpointError
 from toolkit.plan.dimensions import degrees_text
 from toolkit.registry import load
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
-
-if TYPE_CHECKING:
-    from toolkit.checkpoint.verify import VerificationResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,7 +42,6 @@ Checkpoint = Annotated[
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write, new.")]
 _IMPORT = "toolkit.extras.imports.command:import_checkpoint"
 _MEGATRON = "toolkit.extras.imports.megatron:write_megatron"
-"""An installation may leave out the extras: main.py says so."""
 _COLOURS = {"finished": "green", "damaged": "red", "unfinished": "yellow"}
 
 
@@ -54,7 +50,6 @@ def list_(
     path: Annotated[
         Path, typer.Argument(metavar="RUN_OR_FOLDER", help="Run directory, or its checkpoints.")
     ],
-    as_json: AsJson = False,
 ) -> None:
     """List the checkpoints of a run, including damaged and unfinished ones.
 
@@ -64,11 +59,10 @@ def list_(
     """
     store = store_of(path)
     found = list_checkpoints(store)
-    if not found and not as_json:
+    if found:
+        show(_list_lines(found))
+    else:
         tell(f"{store.folder} holds no checkpoints")
-        return
-    data = {"folder": str(store.folder), "checkpoints": [*map(_listed, found)]}
-    output(as_json, data, _list_lines(found))
 
 
 def _list_lines(found: Sequence[ListEntry]) -> Iterator[Line]:
@@ -78,25 +72,6 @@ def _list_lines(found: Sequence[ListEntry]) -> Iterator[Line]:
         yield line
         if row.problem:
             yield f"    {row.problem}"
-
-
-def _listed(one: ListEntry) -> dict[str, Any]:
-    manifest = one.manifest
-    known = {} if manifest is None else {
-        "step": manifest.step,
-        "engine": manifest.engine,
-        "model": manifest.model,
-        "layout": manifest.layout.to_dict(),
-    }  # fmt: skip
-    return {
-        "folder": one.folder.name,
-        **known,
-        "written": _time(one.modified_s).isoformat(),
-        "bytes": one.nbytes,
-        "state": one.state,
-        "problem": one.problem or None,
-        "latest": one.latest,
-    }
 
 
 def _step(row: ListEntry) -> str:
@@ -126,7 +101,7 @@ def _time(seconds: float) -> datetime:
 
 
 @app.command()
-def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
+def verify(checkpoint: Checkpoint) -> None:
     """Hash every file, and check that each element of each tensor is stored exactly once.
 
     Reports every problem, and then exits with 2.
@@ -138,22 +113,16 @@ def verify(checkpoint: Checkpoint, as_json: AsJson = False) -> None:
     found = _find(checkpoint)
     with progress("verify", found.manifest.nbytes, in_bytes=True) as tick:
         verified = check(found.folder, tick)
-    data = {"folder": str(found.folder), "ok": not verified.problems, **asdict(verified)}
-    code = EXIT_USER_ERROR if verified.problems else EXIT_DONE
-    output(as_json, data, _verified_lines(found, verified), wrap=False, exit_code=code)
-
-
-def _verified_lines(found: CheckpointFolder, verified: "VerificationResult") -> Iterator[str]:
-    """Print what is wrong on standard error."""
     for note in verified.notes:
         tell(f"note: {note}")
     for problem in verified.problems:
         tell(f"✗ {problem}")
-    files, size = len(found.manifest.files), byte_size(found.manifest.nbytes)
     if count := len(verified.problems):
         tell(f"{found.folder} is damaged: {count} problem{'s' * (count > 1)}")
-        return
-    yield f"{found.folder} is whole: {files} files, {size}; every element is there exactly once"
+        raise typer.Exit(EXIT_USER_ERROR)
+    files, size = len(found.manifest.files), byte_size(found.manifest.nbytes)
+    whole = f"{found.folder} is whole: {files} files, {size}"
+    tell(f"{whole}; every element is there exactly once", sys.stdout)
 
 
 _NoVerify = Annotated[
@@ -179,7 +148,6 @@ def export(
     no_verify: _NoVerify = False,
     merged: _Merged = False,
     to: _To = "huggingface",
-    as_json: AsJson = False,
 ) -> None:
     """Write a Hugging Face folder: config, tokenizer, sharded safetensors and a model card.
 
@@ -195,7 +163,7 @@ def export(
     megatron = to != "huggingface"
     if megatron and (checkpoint / "config.json").is_file():
         load(_MEGATRON)(checkpoint, dst)
-        output(as_json, {"folder": str(dst), "from": str(checkpoint)}, [f"wrote {dst}"])
+        tell(f"wrote {dst}", sys.stdout)
         return
     found = _find(checkpoint)
     manifest = found.manifest
@@ -213,13 +181,8 @@ def export(
         else:
             exporting.export(found.folder, dst, tick, merged=merged)
             write_card(dst, found.folder)
-    data = {
-        "folder": str(dst), "from": str(found.folder), "step": manifest.step,
-        "bytes": nbytes, "verified": not no_verify,
-    }  # fmt: skip
     size = byte_size(nbytes)
-    said = f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}"
-    output(as_json, data, [said], wrap=False)
+    tell(f"wrote {dst}: step {manifest.step:,} of {found.folder}, {size}", sys.stdout)
 
 
 def _to_megatron(folder: Path, dst: Path, tick: Callable[[int], None], merged: bool) -> None:
@@ -250,7 +213,6 @@ def import_(
             help="For Megatron-LM's torch_dist: write its weights as a Hugging Face folder.",
         ),
     ] = None,
-    as_json: AsJson = False,
 ) -> None:
     """Write what another tool saved as a checkpoint of the recipe's run, which `dmt launch`
     continues: fp32 weights, AdamW's moments, step, place in the schedule and data.
@@ -260,7 +222,7 @@ def import_(
 
     Example: `dmt checkpoint import RECIPE output/global_step500_universal`
     """
-    load(_IMPORT)(recipe, source, overrides, run_dir, cluster, to, as_json)
+    load(_IMPORT)(recipe, source, overrides, run_dir, cluster, to)
 
 
 def _find(path: Path) -> CheckpointFolder:

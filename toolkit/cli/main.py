@@ -14,7 +14,6 @@ from typer.main import get_command
 from toolkit import __version__
 from toolkit.errors import (
     EXIT_DONE,
-    EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
     BackendUnavailable,
     DmtError,
@@ -151,16 +150,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DmtError as error:
         tell(f"dmt: {error}")
         return error.exit_code
-    except ModuleNotFoundError as error:
-        if not str(error.name).startswith("toolkit.extras"):
-            raise
-        from toolkit.system.install import source
-
-        tell(
-            "dmt: this installation of DMT has no toolkit/extras, which this command needs\n"
-            f"  fix: install all of it: pip install {source()}"
-        )
-        return EXIT_UNAVAILABLE
     except OSError as error:
         # The user's paths: too long, a loop of links, not permitted. Others are ours.
         if error.filename is None or error.strerror is None:

@@ -9,7 +9,7 @@ import typer
 
 from toolkit.backend import BACKENDS, adopt_engine_config
 from toolkit.cli.options import Overrides, RecipePath
-from toolkit.errors import PlanError, Problem, RecipeError
+from toolkit.errors import PlanError
 from toolkit.foreign import accelerate_file
 from toolkit.intake.load import load_recipe
 from toolkit.launchers import LAUNCHERS
@@ -38,9 +38,6 @@ def render(
         typer.Option(help="Whose configuration. Default: that of the recipe's engine."),
     ] = None,
     overrides: Overrides = [],  # noqa: B006 - typer only reads it
-    out: Annotated[
-        Path | None, typer.Option(help="File to write; default: standard output.")
-    ] = None,
 ) -> None:
     """Print the configuration that a recipe becomes, every value filled.
 
@@ -49,7 +46,7 @@ def render(
 
     Example: `dmt render llama-bytes --to deepspeed --set parallel.zero.stage=3`
 
-    Example: `dmt render llama-bytes --to accelerate --out accelerate.yaml`
+    Example: `dmt render llama-bytes --to accelerate > accelerate.yaml`
     """
     loaded = adopt_engine_config(load_recipe(recipe, overrides))
     if to == _ACCELERATE:
@@ -69,11 +66,7 @@ def render(
                 fix=f"--set parallel.engine={name}",
             )
         text = json.dumps(shown, indent=2)
-    text = text.rstrip("\n")
-    if out is None:
-        tell(text, sys.stdout)
-    else:
-        _write(out, text + "\n")
+    tell(text.rstrip("\n"), sys.stdout)
 
 
 def _own_configuration(recipe: Path, plan: Plan) -> Name:
@@ -89,11 +82,3 @@ def _job(loaded: Recipe, launcher: str) -> str:
     spec = starter(launcher).spec(job_of(decide(loaded, None, explained=False)))
     *_, text = spec.files.values()
     return text
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        found = f"{path} ({error.strerror})"
-        raise RecipeError([Problem("--out", found, "a file that can be written")]) from error

@@ -3,10 +3,7 @@
 `dmt` on PyPI is another project: no message names a distribution of that name.
 """
 
-import json
-import shlex
 import tomllib
-from contextlib import suppress
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -49,20 +46,6 @@ def optional(module: str, extra: str, what: str, otherwise: str = "") -> Any:
         raise BackendUnavailable(
             f"{what} cannot be imported ({error})", fix=f"{install(extra)}{otherwise}"
         ) from error
-
-
-def source() -> str:
-    """Where to install DMT from again, as `pip install` takes it.
-
-    A checkout, the wheel or address that pip was given, or a release from the index.
-    """
-    if (_CHECKOUT / "pyproject.toml").is_file():
-        return shlex.quote(str(_CHECKOUT))
-    stated = None
-    with suppress(metadata.PackageNotFoundError):  # a copy of the folder alone
-        stated = metadata.distribution(NAME).read_text("direct_url.json")
-    url = json.loads(stated)["url"] if stated else f"{NAME}=={toolkit.__version__}"
-    return shlex.quote(url)
 
 
 def plain(requirement: Requirement) -> str:

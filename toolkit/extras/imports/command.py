@@ -5,7 +5,7 @@ Of Megatron-LM's checkpoints only the weights are read. They become a Hugging Fa
 
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.saver import entries_of, write_companions, write_state
 from toolkit.checkpoint.shards import StateShard
 from toolkit.checkpoint.store import CheckpointStore, folder_name
-from toolkit.cli.output import output
 from toolkit.cli.progress import progress
 from toolkit.data.build import build_data
 from toolkit.errors import CheckpointError, DataError, DmtError
@@ -52,13 +51,12 @@ def import_checkpoint(
     run_dir: Path | None,
     cluster: str | None,
     to: Path | None,
-    as_json: bool,
 ) -> None:
     """Carry out the command. See its help in `cli/checkpoint.py`."""
     where = None if cluster is None else find_cluster(cluster)
     recipe = load_recipe(path, overrides, where)
     if megatron.matches(source) or to is not None:
-        _import_weights(source, recipe, to, as_json)
+        _import_weights(source, recipe, to)
         return
     form = _format_of(source)
     assignment = decide(recipe, run_dir, where)
@@ -71,24 +69,23 @@ def import_checkpoint(
     consumed = state.consumed_samples
     if consumed is None:
         consumed = recipe.training.batches.samples(state.step)
-    notes = [*_notes(state, recipe, consumed)]
     nbytes = sum(entry.nbytes for entry in entries_of(shards))
     with progress("import", nbytes, in_bytes=True) as tick:
         manifest = _write(state, shards, model, assignment, consumed, tick)
     # It names the commit of the data, which a launch would look up anew.
     write(assignment, ["dmt", *sys.argv[1:]])
     folder = run.checkpoints / folder_name(state.step)
-    data = {
-        "folder": str(folder), "from": str(source), "format": form.TITLE, "step": state.step,
-        "consumed_samples": consumed, "bytes": manifest.nbytes, "notes": notes,
-    }  # fmt: skip
+    for note in _notes(state, recipe, consumed):
+        tell(f"note: {note}")
+    size = byte_size(manifest.nbytes)
+    tell(f"wrote {folder}: step {state.step:,} of {form.TITLE}, {size}", sys.stdout)
     words = ["dmt", "launch", str(path), *(w for one in overrides for w in ("--set", one))]
     words += [] if cluster is None else ["--cluster", cluster]
     words += [] if run_dir is None else ["--run-dir", str(run_dir)]
-    output(as_json, data, _lines(data, shlex.join(words)), wrap=False)
+    tell(f"to continue: {shlex.join(words)}")
 
 
-def _import_weights(source: Path, recipe: Recipe, to: Path | None, as_json: bool) -> None:
+def _import_weights(source: Path, recipe: Recipe, to: Path | None) -> None:
     """Write the weights of a Megatron checkpoint as a Hugging Face folder."""
     if not megatron.matches(source):
         raise CheckpointError(
@@ -100,11 +97,9 @@ def _import_weights(source: Path, recipe: Recipe, to: Path | None, as_json: bool
             f"{source}: of Megatron-LM's checkpoints the weights alone are read",
             fix="add --to FOLDER, and train with model.hub: FOLDER, model.init: pretrained",
         )
-    notes = megatron.read_megatron(source, hf.build_config(recipe.model), to)
-    for note in notes:
+    for note in megatron.read_megatron(source, hf.build_config(recipe.model), to):
         tell(f"note: {note}")
-    data = {"folder": str(to), "from": str(source), "notes": notes}
-    output(as_json, data, [f"wrote {to}"])
+    tell(f"wrote {to}", sys.stdout)
 
 
 def _format_of(source: Path) -> Any:
@@ -210,11 +205,3 @@ def _notes(state: ForeignState, recipe: Recipe, consumed: int) -> Iterator[str]:
     if planned is not None and consumed > planned:
         yield f"{consumed:,} samples are more than the {planned:,} of the recipe's whole run"
     yield from state.notes
-
-
-def _lines(data: Mapping[str, Any], launch: str) -> Iterator[str]:
-    for note in data["notes"]:
-        tell(f"note: {note}")
-    size = byte_size(data["bytes"])
-    yield f"wrote {data['folder']}: step {data['step']:,} of {data['format']}, {size}"
-    tell(f"to continue: {launch}")
