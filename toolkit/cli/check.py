@@ -7,7 +7,6 @@ downloaded or written.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -26,7 +25,6 @@ from toolkit.intake.layers import places_of
 from toolkit.intake.load import load_recipe, placed
 from toolkit.models.hub import ShapeUnknown, ignored_keys, model_config
 from toolkit.plan.plan import Plan
-from toolkit.plan.planner import plan_recipe
 from toolkit.plan.rules.models import position_notes
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
@@ -65,8 +63,8 @@ def check(
         typer.Option(
             "--against",
             metavar="FILE",
-            help="Compare with another tool's file, e.g. a DeepSpeed config; repeat it. "
-            "Exit 2 when a setting disagrees.",
+            help="Compare a recipe without mistakes with another tool's file, e.g. a DeepSpeed "
+            "config; repeat it. Exit 2 when a setting disagrees.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -103,14 +101,12 @@ def judge(path: Path, overrides: Sequence[str] = (), others: Sequence[Path] = ()
         found.append(Problem(key, reason, "a recipe that can be planned", error.fix))
     found += local_problems(recipe)
     reports: list[FileComparison] = []
-    if others:
-        plan = plan or _plan_alone(recipe)
-        for other in others:
-            try:
-                places = {key: str(at) for key, at in places_of(path, overrides).items()}
-                reports.append(against(other, recipe, plan, places))
-            except RecipeError as error:
-                found += error.problems
+    for other in () if found else others:
+        try:
+            places = {key: str(at) for key, at in places_of(path, overrides).items()}
+            reports.append(against(other, recipe, plan, places))
+        except RecipeError as error:
+            found += error.problems
     problems = tuple(placed(problem, path, overrides) for problem in found)
     parameters = None if plan is None else plan.parameters
     good = None if problems else recipe
@@ -133,13 +129,6 @@ def _plan(recipe: Recipe) -> tuple[Plan | None, str | None]:
     recipe = recipe.with_values({"model.config": config})
     plan = decide(recipe, None, download=False, explained=False).plan
     return plan, "; ".join(filter(None, notes)) or None
-
-
-def _plan_alone(recipe: Recipe) -> Plan | None:
-    """The plan of a recipe whose own DeepSpeed file disagrees with it. None without one."""
-    with suppress(RecipeError, PlanError):
-        return plan_recipe(adopt_engine_config(recipe), explained=False)
-    return None
 
 
 def summary(recipe: Recipe, parameters: int | None) -> str:

@@ -13,7 +13,7 @@ from toolkit.recipe.schema import ChatRowsSource, Recipe
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
-from toolkit.run.model_card import CARD, is_generated, write_card
+from toolkit.run.model_card import write_card
 from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import tell
 from toolkit.train.watchdog import Marks
@@ -22,23 +22,18 @@ from toolkit.train.watchdog import Marks
 def export_last(run: RunDirectory, step: int, marks: Marks) -> None:
     """Write RUN/export from the checkpoint of `step`, unless it already exists.
 
-    Replaces the export of another step, and one with a missing or truncated file, but not a
-    model card that a user wrote. Raises as `export` does.
+    Replaces the export of another step, and one with a missing or truncated file. Raises as
+    `export` does.
     """
     recorded = _recorded(run, step)
     if recorded and recorded.items() <= _files_of(run.export).items():
-        return  # other files there, and the model card, may be the user's
+        return  # other files there may be the user's
     checkpoint = CheckpointStore(run.checkpoints, keep=1).of_step(step)
     tick = marks.begin("exporting", exported_bytes(checkpoint))
     failpoint("export")
-    card, users_card = run.export / CARD, run.path / "export-README.md"
-    if card.is_file() and not is_generated(card.read_bytes()):
-        card.replace(users_card)  # a kill while exporting leaves it there
     shutil.rmtree(run.export, ignore_errors=True)
     export(checkpoint, run.export, tick)
     files = _files_of(run.export)
-    if users_card.exists():
-        users_card.replace(card)
     write_card(run.export, checkpoint)
     EventLog(run.events).write("export", step=step, files=files)
 
