@@ -150,6 +150,7 @@ SETTINGS: dict[str, str] = {
 _OWN_COMMAND = "(docs/launchers.md has the whole line, also for several machines)"
 
 VALUES: dict[str, dict[str, str]] = {
+    "adapter.targets": {"experts": "write attention: experts have no adapters any more"},
     "launch.launcher": {
         "deepspeed": f"`deepspeed --num_gpus N launch/train.py RECIPE` {_OWN_COMMAND}",
         "accelerate": "`accelerate launch --num_processes N launch/train.py RECIPE` "

@@ -146,7 +146,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "none": {},
         "all": _lora(targets="all-linear") | {"optimizer": {"groups": [GROUP_OF_B]}},
         "some": _lora(targets=["v_proj", "up_proj"], rslora=True),
-        "experts": _lora(targets="experts", rank=8),
+        "attention": _lora(targets="attention"),
     },
     "frozen": {
         "none": {},

@@ -108,7 +108,7 @@ def test_frozen_weights_in_16_bits() -> None:
     untied = ("model", "untied")
     cases = [Case(layout, (untied, ("frozen", "bottom")), "bf16") for layout in some]
     cases += [Case(layout, (untied, ("adapter", "all")), "bf16") for layout in some]
-    experts = ("model", "mixtral"), ("adapter", "experts")
+    experts = ("model", "mixtral"), ("adapter", "attention")
     check([*cases, Case("megatron-ep2-distopt", experts, "bf16")])
 
 

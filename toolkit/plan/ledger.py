@@ -97,10 +97,7 @@ def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, s
     what, items = ("pair-mean", "pairs") if pairs else ("token-mean", "unmasked tokens")
     yield f"{what} loss", f"the mean over the {items} of the whole batch{split}"
     if recipe.adapter is not None and spec.moe_layers:
-        if spec.adapters is not None and spec.adapters.experts:
-            yield "adapters of experts", "one for each expert, as PEFT's target_parameters have"
-        else:
-            yield "experts without adapters", "adapter.targets names none: they do not train"
+        yield "experts without adapters", "adapters are of attention: experts do not train"
     if recipe.model.balance is not None:
         yield "balance of experts", "defined by the sequences of the whole batch"
     if optimizer.kind.ledger.exact:

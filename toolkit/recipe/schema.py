@@ -91,7 +91,7 @@ KubernetesName: TypeAlias = Annotated[
     Wording("lowercase letters, digits, `-` and `.`, as in Kubernetes names"),
 ]
 AdapterTargets: TypeAlias = (
-    Literal["all-linear", "attention", "mlp", "experts"]
+    Literal["all-linear", "attention", "mlp"]
     | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
 )
 ColumnName: TypeAlias = Literal[
@@ -482,7 +482,7 @@ class AdapterSection(Section):
     """scaling = alpha / √rank instead."""
     targets: AdapterTargets = "all-linear"
     """Projections with an adapter; or a list of these words and of names, e.g.
-    `[attention, experts]` or `[q_proj, v_proj]`."""
+    `[attention, up_proj]`. In a mixture of experts: attention or its projections."""
     dropout: Fraction = 0.0
     """Probability with which an input of an adapter is 0 in training."""
 

@@ -37,6 +37,5 @@ def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":
         lora_dropout=section.dropout,
         use_rslora=section.rslora,
         target_modules=list(lora.short_targets),
-        target_parameters=list(lora.parameter_targets) or None,
         fan_in_fan_out=lora.transposed,
     )
