@@ -46,8 +46,6 @@ class Support:
     """Sequence parallel inside the tensor group."""
     zero_stages: tuple[Stage, ...] = (0,)
     """ZeRO stages. In engine megatron, 1 is megatron-core's distributed optimizer."""
-    auto_stages_16_bit: tuple[Stage, ...] = (0, 1, 2, 3)
-    """ZeRO stages that `auto` may choose in 16 bits."""
     zero_config: bool = False
     """Whether the engine reads DeepSpeed's `parallel.zero.config` and `extra`."""
     offload_optimizer: frozenset[Placement] = field(default=_ON_DEVICE)

@@ -39,7 +39,6 @@ def wanted(
 
 CASES: dict[str, tuple[Recipe, Layout]] = {
     "zero0-fp32": wanted(Layout(dp=2, micro_batch=4), "fp32"),
-    "zero0-bf16": wanted(Layout(micro_batch=1)),
     "zero1-bf16": wanted(Layout(dp=8, zero_stage=1, micro_batch=2, gradient_accumulation=4)),
     "zero1-cpu": wanted(Layout(dp=8, zero_stage=1, offload_optimizer="cpu")),
     "zero2-fp16-unclipped": wanted(

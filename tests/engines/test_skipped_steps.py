@@ -42,7 +42,7 @@ CASES = [
     Case("ddp", 2),
     Case("ddp", 2, precision="fp16"),
     Case("fsdp", 2, stage=3, offload="cpu", precision="fp16"),
-    Case("deepspeed", 2, stage=0, precision="bf16"),
+    Case("deepspeed", 2, stage=0),
     Case("deepspeed", 2, stage=2, precision="bf16"),
     Case("deepspeed", 2, stage=3),
     zero(2),

@@ -12,7 +12,7 @@ from math import gcd, isqrt
 from typing import NamedTuple
 
 from toolkit.errors import PlanError
-from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute, Stage
+from toolkit.layout import Layout, LossKernel, Pair, Placement, Recompute
 from toolkit.plan.cost.workload import Workload, workload_of
 from toolkit.plan.dimensions import DIMENSIONS
 from toolkit.plan.request import PlanRequest
@@ -119,7 +119,7 @@ def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[Paral
     ranks, every = job.cluster.world_size, divisors(job.cluster.world_size)
     places = zip(("offload_optimizer", "offload_parameters"), fallback.offload, strict=True)
     zero = asked.zero.model_copy(update=dict(places))
-    stages = _stages(asked.model_copy(update={"zero": zero}), pair, job.training.precision)
+    stages = legality.zero_stages(asked.model_copy(update={"zero": zero}), pair)
     widest = min(support.largest("tensor"), fallback.largest_tensor)
     deepest = min(support.largest("pipeline"), layers)
     for pipeline, tensor in product(
@@ -160,14 +160,6 @@ def _is_legal(job: PlanRequest, pair: Pair, settled: ParallelSection) -> bool:
     if legality.problems(settled, job.cluster):
         return False
     return not pair_problems(job.asking(parallel=settled), pair)
-
-
-def _stages(asked: ParallelSection, pair: Pair, precision: str) -> list[Stage]:
-    """ZeRO stages to try."""
-    stages = legality.zero_stages(asked, pair)
-    if asked.zero.stage == "auto" and precision != "fp32":
-        return [one for one in stages if one in table()[pair].auto_stages_16_bit]
-    return stages
 
 
 def _chunks(asked: ParallelSection, layers: int, pipeline: int, most: int) -> list[int]:

@@ -15,7 +15,6 @@ from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
-from toolkit.plan.rules.legality import degree
 from toolkit.recipe.schema import Recipe, ZeroSection
 from toolkit.text.dotted import get
 
@@ -127,10 +126,7 @@ class DeepSpeedCost(EngineCost):
 
 
 class DeepSpeedBackend(Backend):
-    """ZeRO and offload, for a model of either implementation.
-
-    In 16 bits its stage 0 sums micro batches in 16 bits: only on request.
-    """
+    """ZeRO and offload, for a model of either implementation."""
 
     name = "deepspeed"
     engine = "toolkit.engines.deepspeed.engine:DeepSpeedEngine"
@@ -140,7 +136,6 @@ class DeepSpeedBackend(Backend):
             degrees={"context": ANY},
             zero_stages=_STAGES,
             kernel_stages=_STAGES[:3],
-            auto_stages_16_bit=_STAGES[1:],
             zero_config=True,
             offload_optimizer=_CPU_OR_NVME,
             offload_parameters=_CPU_OR_NVME,
@@ -149,7 +144,6 @@ class DeepSpeedBackend(Backend):
             degrees={"tensor": ANY, "context": ANY},
             sequence=True,
             zero_stages=_STAGES,
-            auto_stages_16_bit=_STAGES[1:],
             zero_config=True,
             offload_optimizer=_CPU,
             offload_parameters=_CPU,
@@ -235,18 +229,14 @@ class DeepSpeedBackend(Backend):
         )
 
     def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
-        """unfused_optimizer.py takes the norm of a flattened copy of the gradients, which is no
-        longer marked as tensor-parallel: each rank clips by its own norm."""
-        precision, tensor = job.training.precision, job.parallel.tensor
-        # An open degree becomes 1 if this allows it, but not with sequence parallel.
-        splits = job.parallel.sequence is True or degree(tensor) > 1
-        if job.parallel.zero.stage == 0 and precision != "fp32" and splits:
+        """In 16 bits, stage 0 sums the gradients of micro batches in 16 bits."""
+        precision = job.training.precision
+        if job.parallel.zero.stage == 0 and precision != "fp32":
             yield Problem(
                 "parallel.zero.stage",
-                f"0 with precision: {precision} and parallel.tensor: {tensor}",
-                "1, 2 or 3: in 16 bits, DeepSpeed's stage 0 clips by the gradient norm of one "
-                "tensor-parallel rank",
-                "set parallel.zero.stage to 1 (or auto)",
+                f"0 with precision: {precision} on engine {self.name}",
+                "1, 2 or 3: DeepSpeed's stage 0 sums the gradients of micro batches in 16 bits",
+                "set parallel.zero.stage to 1 (or auto), or parallel.engine to ddp",
             )
 
     def approximations(

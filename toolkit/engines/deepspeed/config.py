@@ -227,13 +227,12 @@ def _by_layout(recipe: Recipe, layout: Layout, file: JsonFile) -> dict[str, obje
         if not {"torch_adam", "foreach"} & params.keys():
             # One pass over the shard; PyTorch's default makes about ten on a CPU.
             settings["optimizer.params.fused"] = True
-    if precision == "bf16" and layout.zero_stage > 0:
-        # Otherwise micro batches are summed in bf16. Stage 0 has no alternative.
+    if precision == "bf16":
+        # Otherwise micro batches are summed in bf16.
         settings["data_types.grad_accum_dtype"] = "fp32"
-    in_16_bits = precision != "fp32" and layout.zero_stage > 0
-    if in_16_bits and not stated(file, QUANTIZED_GRADIENTS):
+    if precision != "fp32" and not stated(file, QUANTIZED_GRADIENTS):
         # Otherwise the ranks' gradients are summed in 16 bits. Quantization supports only
-        # those, and stage 0 keeps them anyway.
+        # those.
         settings["communication_data_type"] = "fp32"
     return settings
 

@@ -29,7 +29,6 @@ from toolkit.engines.deepspeed.state import (
     set_loss_scale,
     stage_3_owned,
     stage_3_shards,
-    undo_first_step,
     whole_parameters,
     zeroed,
 )
@@ -88,12 +87,8 @@ class DeepSpeedEngine(totals.LogProbEngine):
             config=setup.engine_config,
             mpu=self.model.mpu,
         )
-        self.plain = self.stage == 0 and setup.precision == "fp32"
-        """True if the optimizer is torch's own. DeepSpeed wraps every other one."""
-        if self.plain:
+        if self.stage == 0:  # the optimizer is torch's own; from stage 1 on, it is wrapped
             let_skip(self.optimizer)
-        elif self.stage == 0:
-            undo_first_step(self.optimizer)
         self._uneven = False
         """Whether steps differ in their number of micro batches, to which DeepSpeed counts."""
         self._bind_optimizer()
@@ -135,7 +130,6 @@ class DeepSpeedEngine(totals.LogProbEngine):
         )
         norm: float | None = None
         self.model.seed_dropout()
-        loss_scale = self._loss_scale_of_norm()
         balance = self.model.balance
         balance.begin_step(micro_batches)
         self._uneven |= len(micro_batches) != self.setup.layout.gradient_accumulation
@@ -155,12 +149,11 @@ class DeepSpeedEngine(totals.LogProbEngine):
                 self.veto.judge(joint_sums, max_loss, self.optimizer)
             # DeepSpeed averages gradients over its data-parallel ranks; the loss is a sum.
             self.engine.backward(loss / count * self.copies, scale_wrt_gas=False)
-            if last and self.plain:
+            if last and self.stage == 0:
                 norm = self._plain_norm()
             self.engine.step()
         applied = self.engine.was_step_applied()
         mean_loss, *metrics, norm = self._read(joint_sums(), norm)
-        norm /= loss_scale
         skipped = refusal(count, mean_loss, max_loss)
         self.veto.end_step(skipped is not None, applied, self.optimizer)
         if skipped is None and not applied:
@@ -179,17 +172,10 @@ class DeepSpeedEngine(totals.LogProbEngine):
         return [*sums.tolist(), float(reported or 0.0)]
 
     def _plain_norm(self) -> float:
-        """Gradient norm of fp32 stage 0, which DeepSpeed neither computes nor checks."""
+        """Gradient norm of stage 0, which DeepSpeed neither computes nor checks."""
         norm = float(self.model.gradient_norm(self.engine.module))
         self.optimizer.overflow = not math.isfinite(norm)
         return norm
-
-    def _loss_scale_of_norm(self) -> float:
-        """Factor by which the reported norm is too large: in fp16, stage 0 includes the loss
-        scale."""
-        if self.stage > 0 or self.setup.precision != "fp16":
-            return 1.0
-        return float(self.optimizer.loss_scale_config.cur_scale)
 
     def log_probs(self, batch: MicroBatch) -> Tensor:
         return self.model.log_probs(self.engine, batch, self.context)
@@ -212,7 +198,7 @@ class DeepSpeedEngine(totals.LogProbEngine):
         """The parameters' part of the `state`. Moments on NVMe may not exist yet."""
         placed = self.model.placed()
         if self.stage == 0:
-            return whole_parameters(self.optimizer, placed, self.copies, self.copy)
+            return whole_parameters(self._adam, placed, self.copies, self.copy)
         if self.stage < 3:
             return partitions(self.optimizer, placed, self.copies, self.copy)
         return stage_3_shards(self.optimizer, placed, self.copy)
@@ -230,12 +216,12 @@ class DeepSpeedEngine(totals.LogProbEngine):
         adam.set_steps([self._adam], 0)
 
     def follow_state(self) -> None:
-        if not self.plain:
+        if self.stage > 0:
             follow_masters(self.optimizer, self.stage)
 
     @property
     def _adam(self) -> Any:
-        """The AdamW inside DeepSpeed's wrapper. fp32 stage 0 has no wrapper."""
+        """The AdamW inside DeepSpeed's wrapper. Stage 0 has no wrapper."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def counters(self) -> Counters:

@@ -1,7 +1,6 @@
 """Where DeepSpeed keeps the fp32 weights and moments of a parameter, stage by stage."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -31,38 +30,9 @@ def whole_parameters(
     optimizer: Any, placed: Placed, copies: int, copy: int
 ) -> Iterator[StateShard]:
     """Stage 0: every one of `copies` replicas holds all. Replica `copy` writes its share."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    masters = {weight: (held, at) for weight, held, at in _stage_0_masters(optimizer)}
     for index, (parameter, blocks, saved_here) in enumerate(placed):
-        if parameter in masters:
-            master, offset = masters[parameter]
-            values = adam.moments(inner, master)
-        else:  # fp32, or frozen
-            offset, values = 0, adam.states(inner, parameter)
-        moments = {name: _part(parameter, offset, held) for name, held in values.items()}
-        yield StateShard(blocks, moments, saved_here=saved_here and index % copies == copy)
-
-
-def _stage_0_masters(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor, int]]:
-    """Each trained parameter in 16 bits, the fp32 tensor of its master, and its first element
-    there."""
-    groups: Iterable[tuple[Tensor, list[nn.Parameter]]] = ()
-    if hasattr(optimizer, "fp32_groups_flat"):  # of a fused AdamW
-        groups = zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True)
-    elif hasattr(optimizer, "fp32_groups"):
-        pairs = zip(chain(*optimizer.fp32_groups), chain(*optimizer.fp16_groups), strict=True)
-        groups = ((master, [weight]) for master, weight in pairs)
-    for master, weights in groups:
-        offset = 0
-        for weight in weights:
-            yield weight, master, offset
-            offset += weight.numel()
-
-
-def _part(parameter: nn.Parameter, offset: int, holder: Tensor) -> Tensor:
-    """The elements of one parameter in `holder`, which is a flat group or the parameter's
-    own."""
-    return holder.detach().view(-1)[offset : offset + parameter.numel()]
+        mine = saved_here and index % copies == copy
+        yield StateShard(blocks, adam.states(optimizer, parameter), saved_here=mine)
 
 
 def partitions(optimizer: Any, placed: Placed, copies: int, copy: int) -> Iterator[StateShard]:
@@ -199,35 +169,15 @@ def set_loss_scale(optimizer: Any, saved: dict[str, Any]) -> None:
 
 
 def scaler_state(optimizer: Any) -> dict[str, Any]:
-    """The attributes of the loss scaler, or of the configuration in which stage 0 has them.
-    Empty without one."""
-    for name in ("loss_scale_config", "loss_scaler"):
-        if hasattr(optimizer, name):
-            state: dict[str, Any] = vars(getattr(optimizer, name))
-            return state
-    return {}
-
-
-def undo_first_step(optimizer: Any) -> None:
-    """Forget the AdamW step that DeepSpeed's 16-bit stage 0 runs in its constructor.
-
-    Its constructor steps once on zero gradients to allocate the states, which decays the fp32
-    weights, filled afterwards, and leaves the bias correction one step ahead of every other
-    stage.
-    """
-    optimizer.optimizer.state.clear()
-    for group in optimizer.optimizer.param_groups:
-        group.pop("step", None)  # where a fused AdamW counts
+    """The attributes of the loss scaler. Empty without one."""
+    return vars(optimizer.loss_scaler) if hasattr(optimizer, "loss_scaler") else {}
 
 
 @torch.no_grad()
 def follow_masters(optimizer: Any, stage: int) -> None:
     """Copy the fp32 masters to the weights that the model computes with, as DeepSpeed's step
-    does. In fp32, stage 0 needs none of this: they are the same."""
-    if stage == 0:
-        for weight, master, offset in _stage_0_masters(optimizer):
-            weight.copy_(_part(weight, offset, master).view_as(weight))
-    elif stage < 3:
+    does. In stage 0 they are the same."""
+    if stage < 3:
         optimizer.update_lp_params()
     else:
         optimizer._partition_all_parameters()
