@@ -1,4 +1,4 @@
-"""Compiled ops: what is missing is named before the start, and nothing waits indefinitely."""
+"""Compiled ops: what is missing is named before the start, and a killed build blocks nobody."""
 
 import importlib.util
 import os
@@ -194,14 +194,8 @@ def test_a_running_build_is_waited_for(
     holder.kill()
     waiting.join(HANG_S)
     assert builds == [False]
-    assert messages[0] == "waiting for another process that builds DeepSpeed op cpu_adam…"
-
-
-@pytest.mark.usefixtures("holder")
-def test_waiting_has_a_limit() -> None:
-    with pytest.raises(BackendUnavailable, match="another process has been building") as told:
-        build(["cpu_adam"], lambda _: None, limit_s=0.3)
-    assert str(build_folder("cpu_adam")) in told.value.fix
+    assert "waiting for another process that builds DeepSpeed op cpu_adam" in messages[0]
+    assert str(build_folder("cpu_adam")) in messages[0]
 
 
 def test_a_folder_that_cannot_be_written_to(
@@ -263,24 +257,6 @@ def test_a_build_that_fails_says_so_and_keeps_its_log(
     assert "fatal error: disk full" in error.value.message
     assert "cpu_adam.cpp" in log.read_text()
     log.unlink()
-
-
-@pytest.mark.usefixtures("extensions")
-@pytest.mark.slow
-def test_a_build_has_a_time_limit_and_the_next_one_begins_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    compiler = tmp_path / "g++"
-    compiler.write_text('#!/bin/sh\ncase "$*" in *-c\\ *) sleep 60;; esac\nexec c++ "$@"\n')
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(BackendUnavailable, match="took longer than 9 s") as error:
-        build(["cpu_adam"], lambda _: None, limit_s=9)
-    Path(error.value.fix.rpartition(" ")[2]).unlink()
-    assert not is_built("cpu_adam")
-    builds = request.getfixturevalue("builds")
-    build(["cpu_adam"], lambda _: None)
-    assert builds == [False]
 
 
 @pytest.mark.slow

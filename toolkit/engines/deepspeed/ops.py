@@ -28,8 +28,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
-import psutil  # type: ignore[import-untyped]  # has no type hints of its own
-
 from toolkit.errors import BackendUnavailable
 from toolkit.system.compilers import (
     CPP,
@@ -50,9 +48,6 @@ BUILDERS = {
     "quantizer": "QuantizerBuilder",
 }
 """DeepSpeed's builder class of each op that a rendered config can need."""
-
-BUILD_LIMIT_S = 1800.0
-"""Time limit of a build: the slowest, async_io, takes minutes."""
 
 LOADING_S = 60.0
 """A rank that loads a built op holds torch's lock for less than that."""
@@ -116,21 +111,15 @@ def put_ninja_on_path() -> None:
         os.environ["PATH"] = f"{scripts}{os.pathsep}{path}"
 
 
-def build(
-    ops: Sequence[str],
-    report: Callable[[str], None],
-    *,
-    limit_s: float = BUILD_LIMIT_S,
-) -> None:
+def build(ops: Sequence[str], report: Callable[[str], None]) -> None:
     """Build those of `ops` that are not built yet, calling `report` for each.
 
     Waits for another process that builds the same op. Raises BackendUnavailable when a build
-    fails or takes longer than `limit_s` seconds. Its log is kept and named. So it does
-    where the folder cannot be written to.
+    fails, whose log is kept and named, or where the folder cannot be written to.
     """
     for op in compiled_at_start(ops) if ops else ():
         try:
-            _build_once(op, report, limit_s)
+            _build_once(op, report)
         except OSError as error:
             raise BackendUnavailable(
                 f"DeepSpeed op {op} cannot be built in {build_folder(op)}: {error.strerror}",
@@ -138,15 +127,15 @@ def build(
             ) from error
 
 
-def _build_once(op: str, report: Callable[[str], None], limit_s: float) -> None:
+def _build_once(op: str, report: Callable[[str], None]) -> None:
     """Build `op` unless it is built."""
     if is_built(op) and not (build_folder(op) / "lock").exists():
         return
-    with _turn(op, report, limit_s) as turn:
+    with _turn(op, report) as turn:
         if not is_built(op):
             report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
             start = time.monotonic()
-            _build(op, turn, limit_s)
+            _build(op, turn)
             report(f"built DeepSpeed op {op} in {time.monotonic() - start:.0f} s")
 
 
@@ -176,35 +165,24 @@ def is_built(op: str) -> bool:
 
 
 @contextmanager
-def _turn(op: str, report: Callable[[str], None], limit_s: float) -> Iterator[IO[bytes]]:
+def _turn(op: str, report: Callable[[str], None]) -> Iterator[IO[bytes]]:
     """Context in which no other process builds `op`, with the file that this one has locked.
 
     A build inherits the file, and with it the lock, if its launcher is killed.
     """
-    folder, deadline = build_folder(op), time.monotonic() + limit_s
+    folder = build_folder(op)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / _TURN).open("wb") as turn:
-        if not _locked(turn):
-            report(f"waiting for another process that builds DeepSpeed op {op}…")
-        while not _locked(turn):
-            if time.monotonic() > deadline:
-                raise BackendUnavailable(
-                    f"another process has been building DeepSpeed op {op} for {limit_s:.0f} s",
-                    fix=f"end that process: `fuser {shlex.quote(turn.name)}` names it",
-                )
-            time.sleep(_POLL_S)
+        try:
+            fcntl.flock(turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            report(
+                f"waiting for another process that builds DeepSpeed op {op} "
+                f"(`fuser {shlex.quote(turn.name)}` names it)…"
+            )
+            fcntl.flock(turn, fcntl.LOCK_EX)
         _remove_torchs_lock(op)
         yield turn
-
-
-def _locked(file: IO[bytes]) -> bool:
-    """Whether this process has the lock of a file, which ends with the processes that have it
-    open."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _remove_torchs_lock(op: str) -> None:
@@ -284,7 +262,7 @@ def _libaio_links(compiler: Sequence[str]) -> bool:
     return result.returncode == 0
 
 
-def _build(op: str, turn: IO[bytes], limit_s: float) -> None:
+def _build(op: str, turn: IO[bytes]) -> None:
     """Compile one op in a separate process. Its log is removed only on success.
 
     The build of a launcher that is stopped goes on, and the next run finds it. Ctrl-C ends
@@ -292,34 +270,23 @@ def _build(op: str, turn: IO[bytes], limit_s: float) -> None:
     """
     descriptor, name = tempfile.mkstemp(prefix=f"dmt-build-{op}-", suffix=".log")
     with os.fdopen(descriptor, "wb") as output:
-        process = subprocess.Popen(
+        process = subprocess.run(
             [*python(), "-m", "toolkit.engines.deepspeed.ops", op],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             pass_fds=(turn.fileno(),),
+            check=False,
         )
-        try:
-            code = process.wait(limit_s)
-        except subprocess.TimeoutExpired as error:
-            for one in psutil.Process(process.pid).children(recursive=True):
-                with suppress(psutil.NoSuchProcess):
-                    one.kill()
-            process.kill()
-            process.wait()
-            raise _failed(op, f"took longer than {limit_s:.0f} s", Path(name)) from error
-    if code != 0:
-        raise _failed(op, f"failed (exit code {code})", Path(name))
-    Path(name).unlink()
-
-
-def _failed(op: str, how: str, log: Path) -> BackendUnavailable:
-    """The error for a build that did not succeed, with the compiler's first complaint."""
+    log = Path(name)
+    if process.returncode == 0:
+        log.unlink()
+        return
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.strip() for line in lines if "error" in line.lower()]
     first = f": {errors[0][:300]}" if errors else ""
-    return BackendUnavailable(
-        f"building DeepSpeed op {op} {how}{first}",
+    raise BackendUnavailable(
+        f"building DeepSpeed op {op} failed (exit code {process.returncode}){first}",
         fix=f"the build's log has the reason: {log}",
     )
 
