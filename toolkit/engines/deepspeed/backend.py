@@ -9,7 +9,7 @@ from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
 from toolkit.engines.deepspeed.config import adopted, communication_bytes, render
 from toolkit.engines.deepspeed.keys import HPZ, LESS_EXACT
-from toolkit.errors import Problem, RecipeError
+from toolkit.errors import Problem
 from toolkit.layout import Layout, ModelName, Placement, Stage
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
@@ -187,20 +187,7 @@ class DeepSpeedBackend(Backend):
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`deepspeed.json`."""
-        rendered: dict[str, Any] = render(recipe, layout)
-        quantized = "zero_quantized_nontrainable_weights"
-        frozen = (
-            "model.freeze" if recipe.model.freeze else "adapter" if recipe.adapter else None
-        )
-        if frozen and rendered.get("zero_optimization", {}).get(quantized):
-            problem = Problem(
-                frozen,
-                f"frozen parameters with {quantized}: true",
-                "weights that keep their values: DeepSpeed would replace them by rounded ones",
-                f"remove {quantized} from {recipe.parallel.zero.config}",
-            )
-            raise RecipeError([problem])
-        return rendered
+        return render(recipe, layout)
 
     def prepare(self, config: Mapping[str, Any], report: Callable[[str], None]) -> None:
         """Build its operators, which DeepSpeed would compile one rank at a time."""

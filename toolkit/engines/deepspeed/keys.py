@@ -95,6 +95,9 @@ RULES: Mapping[str, KeyRule] = {
         absent="its graphs reduce gradients before a step can be skipped; kernels.compile "
         "compiles layers"
     ),
+    f"{ZERO}.zero_quantized_nontrainable_weights": KeyRule(
+        absent="frozen weights keep their values, and DeepSpeed would round them"
+    ),
     f"{ZERO}.zero_quantized_weights": KeyRule(
         rounds=("gathered weights", "sent in blocks of 8 bits")
     ),
