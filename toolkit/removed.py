@@ -229,6 +229,7 @@ COMMANDS: dict[str, str] = {
     "doctor --hostfile": "`deepspeed --hostfile FILE` asks the machines before it starts",
     "doctor --selftest": "use `dmt doctor --gpu-selftest`; on processors `dmt rehearse RECIPE`",
     "doctor --processes": "leave it out; CUDA_VISIBLE_DEVICES=0,1 measures or tests two GPUs",
+    "rehearse --ranks": "leave it out: the first rank of each pipeline stage is run",
     "rehearse --time-limit": "leave it out: a layout has a minute a step, and at least five",
     "doctor --only": "leave it out; `dmt rehearse RECIPE --on gpu --layouts NAMES` runs less",
     "doctor --jobs": "leave it out: the parts of the self-test run one after the other",

@@ -69,12 +69,6 @@ FakeGpus = Annotated[
         "there: memory of its ranks.",
     ),
 ]
-Ranks = Annotated[
-    str | None,
-    typer.Option(
-        metavar="N,N", help="With --gpu: these; default: the first of each pipeline stage."
-    ),
-]
 
 
 def rehearse(
@@ -86,7 +80,6 @@ def rehearse(
     on: OnDevice = "cpu",
     out: Report = None,
     gpu: FakeGpus = False,
-    ranks: Ranks = None,
     cluster: ClusterOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -108,12 +101,11 @@ def rehearse(
             "--steps": (steps, not gpu, "without --gpu, which runs two steps"),
             "--processes": (processes, not gpu, "without --gpu: each rank runs by itself"),
             "--out": (out, on == "gpu", "with --on gpu"),
-            "--ranks": (ranks, gpu, "with --gpu"),
             "--cluster": (cluster, gpu, "with --gpu"),
         }
     )
     if gpu:
-        dress_rehearsal(recipe, overrides, ranks, cluster, as_json=as_json)
+        dress_rehearsal(recipe, overrides, cluster, as_json=as_json)
         return
     taken = steps or 5
     options = Options(taken, processes or 4, max(_LEAST_LIMIT_S, _STEP_LIMIT_S * taken))

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from toolkit.cli.output import Line, Table, output
 from toolkit.cli.progress import progress
-from toolkit.errors import EXIT_DONE, EXIT_FAILED, Problem, RecipeError
+from toolkit.errors import EXIT_DONE, EXIT_FAILED
 from toolkit.intake.load import load_recipe
 from toolkit.plan.dimensions import layout_text
 from toolkit.plan.estimate import memory_parts
@@ -25,7 +25,6 @@ _HOLDERS = 12
 def dress_rehearsal(
     recipe: Path,
     overrides: Sequence[str],
-    ranks: str | None,
     cluster: str | None,
     *,
     as_json: bool,
@@ -33,7 +32,7 @@ def dress_rehearsal(
     """Rehearse and print. Exits with 4 where a rank does not fit."""
     where = None if cluster is None else find_cluster(cluster)
     planned = decide(load_recipe(recipe, overrides, where), None, where)
-    rehearsal = DressRehearsal.of(planned, _numbers(ranks), where)
+    rehearsal = DressRehearsal.of(planned, where)
     done = []
     scratch = tempfile.TemporaryDirectory(prefix="dmt-rehearse-")
     with progress("ranks", len(rehearsal.ranks)) as update, scratch as folder:
@@ -47,15 +46,6 @@ def dress_rehearsal(
         wrap=False,
         exit_code=EXIT_DONE if all(one.fits for one in done) else EXIT_FAILED,
     )
-
-
-def _numbers(text: str | None) -> list[int]:
-    """`0,7` as numbers."""
-    try:
-        return [int(part) for part in text.split(",")] if text else []
-    except ValueError as error:
-        allowed = "numbers of ranks, as in 0,7"
-        raise RecipeError([Problem("--ranks", repr(text), allowed)]) from error
 
 
 def _machine_output(rehearsal: DressRehearsal, done: Sequence[RehearsedRank]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ memory is compared with the plan.
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -69,20 +69,15 @@ class DressRehearsal:
     assignment: Assignment
     planned: Assignment
     """The assignment as it was planned."""
-    ranks: tuple[int, ...]
     setup: Setup
     """The planner's view of what is run."""
 
     @classmethod
-    def of(
-        cls, planned: Assignment, ranks: Sequence[int] = (), cluster: Cluster | None = None
-    ) -> "DressRehearsal":
-        """Rehearse `ranks`. Without any, the first rank of each pipeline stage. `cluster`: by
-        default, the recipe's own.
+    def of(cls, planned: Assignment, cluster: Cluster | None = None) -> "DressRehearsal":
+        """The rehearsal of a plan. `cluster`: by default, the recipe's own.
 
-        Raises RecipeError for ranks that the layout does not have, for a recipe that is
-        not for GPUs, for what is offloaded to NVMe, and for updates of whole matrices of which
-        ranks hold parts.
+        Raises RecipeError for a recipe that is not for GPUs, for what is offloaded to NVMe, and
+        for updates of whole matrices of which ranks hold parts.
         """
         layout = planned.plan.layout
         if planned.recipe.cluster.gpu == "cpu":
@@ -97,18 +92,19 @@ class DressRehearsal:
             found, fix = repr(planned.recipe.optimizer.name), "--set optimizer.name=adamw"
             allowed = "adamw, with --gpu: a rank alone has parts of a matrix, not all of it"
             raise RecipeError([Problem("optimizer.name", found, allowed, fix)])
-        each = layout.world // layout.pp
-        chosen = tuple(ranks) or tuple(each * stage for stage in range(layout.pp))
-        if unknown := [rank for rank in chosen if not 0 <= rank < layout.world]:
-            raise RecipeError([Problem("--ranks", str(unknown[0]), f"0 to {layout.world - 1}")])
         run = _shortened(planned)
         setup = estimate_plan(run.recipe, run.plan, cluster).setup
-        return cls(run, planned, chosen, setup)
+        return cls(run, planned, setup)
 
     @property
     def layout(self) -> Layout:
         """The layout that is run, with its micro batches."""
         return self.assignment.plan.layout
+
+    @property
+    def ranks(self) -> range:
+        """The first rank of each pipeline stage."""
+        return range(0, self.layout.world, self.layout.world // self.layout.pp)
 
     def run(self, folder: Path) -> Iterator[RehearsedRank]:
         """Rehearse rank after rank. `folder` is a scratch folder.
