@@ -10,6 +10,8 @@ EngineName = str
 """One of `ENGINES.names`."""
 ModelName = Literal["hf", "megatron"]
 Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""torch's name of what a precision computes in."""
 Fp8Scaling = Literal["rowwise", "tensorwise"]
 """How operands of products in 8 bits are scaled: `KernelsSection.fp8`."""
 CostPrecision = Literal["fp32", "bf16", "fp16", "fp8"]

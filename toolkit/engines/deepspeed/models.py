@@ -26,13 +26,12 @@ from toolkit.engines.balance import Balance
 from toolkit.engines.deepspeed.state import PlacedParameter
 from toolkit.engines.megatron.config import render_model
 from toolkit.engines.setup import EngineSetup
+from toolkit.layout import DTYPES
 from toolkit.models import huggingface as hf
 from toolkit.models.adapters.huggingface import inject
 from toolkit.models.context import Context
 from toolkit.models.weights import WeightSource
 from toolkit.system.interpreter import hidden
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def import_deepspeed() -> Any:
@@ -236,7 +235,7 @@ def _mpu(tensor: dist.ProcessGroup, data: dist.ProcessGroup) -> SimpleNamespace:
 def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
     """The model with its initial weights, sharded from the start with stage 3."""
     config, weights = setup.model_config, setup.weights
-    dtype = DTYPES[setup.precision]
+    dtype = getattr(torch, DTYPES[setup.precision])
     if setup.layout.zero_stage < 3:
         model = hf.empty_model(config, setup.ranks.device, dtype)
         inject(model, setup.lora)

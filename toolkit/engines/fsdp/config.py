@@ -2,10 +2,8 @@
 
 from typing import Any
 
-from toolkit.layout import Layout
+from toolkit.layout import DTYPES, Layout
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""torch's name of what a precision computes in."""
 PREFETCHED_LAYERS = 1
 """Layers that are gathered ahead of the one that is computed: what the planner counts."""
 

@@ -42,6 +42,7 @@ from toolkit.engines.distributed import joint_norm, running_sum, to_device
 from toolkit.engines.fsdp import config as fsdp_config
 from toolkit.engines.owners import bind, local, new_optimizer, owned_by, owner_shards
 from toolkit.engines.setup import EngineSetup
+from toolkit.layout import DTYPES
 from toolkit.models import huggingface as hf
 from toolkit.models.adapters.huggingface import inject
 
@@ -68,7 +69,7 @@ class FsdpEngine(totals.LogProbEngine):
         self.model = hf.meta_model(setup.model_config)
         inject(self.model, setup.lora)
         hf.freeze(self.model, setup.frozen)
-        unmanaged = self._hold_frozen(getattr(torch, fsdp_config.DTYPES[setup.precision]))
+        unmanaged = self._hold_frozen(getattr(torch, DTYPES[setup.precision]))
         setup.settle_kernels(self.model)
         self.balance = Balance.of_transformers(setup, self.model, self.context)
         self.units = self._shard(config, unmanaged)

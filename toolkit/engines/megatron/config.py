@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import PlanError
-from toolkit.layout import Layout
+from toolkit.layout import DTYPES, Layout
 from toolkit.models.families import MegatronModel, megatron_model
 from toolkit.models.hub import model_config
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
@@ -95,6 +95,6 @@ def optimizer_arguments(
         "adam_eps": optimizer.eps,
         "clip_grad": optimizer.clip_grad_norm or 0.0,
         "bf16": precision == "bf16",
-        "params_dtype": {"fp32": "float32", "bf16": "bfloat16"}[precision],
+        "params_dtype": DTYPES[precision],
         "use_distributed_optimizer": layout.zero_stage == 1,
     }

@@ -6,10 +6,8 @@ functions) are strings until `model.build_chunks` needs them.
 
 from typing import Any
 
-from toolkit.layout import Layout, padded_vocab, stage_layers
+from toolkit.layout import DTYPES, Layout, padded_vocab, stage_layers
 from toolkit.models.families import MegatronModel
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def transformer_arguments(
@@ -22,8 +20,8 @@ def transformer_arguments(
         **_recompute_arguments(layout),
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
-        "params_dtype": _DTYPES[precision],
-        "pipeline_dtype": _DTYPES[precision],
+        "params_dtype": DTYPES[precision],
+        "pipeline_dtype": DTYPES[precision],
         # The loss is a sum over tokens, divided by the global count at the end.
         "calculate_per_token_loss": True,
         "bias_activation_fusion": layout.fused != "none",
