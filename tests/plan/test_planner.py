@@ -115,6 +115,8 @@ def test_a_shape_in_a_local_folder(tmp_path: Path) -> None:
     config.write_text(json.dumps(TINY))
     plan = plan_recipe(recipe(model__config=None, model__hub=str(tmp_path)))
     assert plan.parameters == model_spec(TINY).parameters.total
+    config.write_text(json.dumps(TINY | {"attention_dropout": 0.1}))
+    assert model_config(model)["attention_dropout"] == 0.0, "it is not trained"
     for bad, message in (
         ("[]", "no map of settings"),
         ("{", "cannot read"),

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.engines.megatron.config import trained_config
 from toolkit.errors import DmtError
 from toolkit.foreign.carry import (
     ACCUMULATION,
@@ -22,6 +21,7 @@ from toolkit.foreign.carry import (
 )
 from toolkit.foreign.megatron import config_of
 from toolkit.foreign.statements import add_batch, add_betas, read_together
+from toolkit.models.hub import model_config
 from toolkit.plan.dimensions import settings
 from toolkit.plan.plan import Plan
 from toolkit.recipe.dump import in_yaml
@@ -159,7 +159,7 @@ def _shape_rows(
             found.drop(at, "not compared: no config describes this model", changes=False)
         return
     with suppress(DmtError):  # only on the hub
-        ours = trained_config(recipe.model)
+        ours = model_config(recipe.model)
         first = next(iter(found.shape.values()))
         for name, value in config.items():
             if name in ours:

@@ -12,7 +12,7 @@ from threading import Thread
 from typing import Any, TypeVar
 
 from toolkit.errors import DataError, PlanError
-from toolkit.models.model import published, read
+from toolkit.models.model import is_dropout, published, read
 from toolkit.recipe.schema import ModelSection
 from toolkit.system.untrusted import read_json
 
@@ -67,6 +67,7 @@ def _read_config(
 
 
 def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
+    """The config of `hub` as it is trained: without its dropout."""
     path, stated, config = _read_config(model, download)
     if stated.get("quantization_config") is not None:
         raise PlanError(
@@ -79,7 +80,7 @@ def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
         told = f"model.hub: {path}: {error.message}"
         fix = f"{error.fix}; or choose another model" if error.fix else "choose another model"
         raise PlanError(told, fix=fix) from error
-    return config
+    return config | dict.fromkeys(filter(is_dropout, config), 0.0)
 
 
 def _hub_config(hub: str, revision: str | None, download: bool) -> Path:

@@ -12,14 +12,13 @@ from toolkit.layout import DTYPES, Layout
 from toolkit.models.families import MegatronModel, megatron_model
 from toolkit.models.hub import model_config
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
-from toolkit.models.model import is_dropout
 from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe
 
 
 def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     """The arguments of TransformerConfig, GPTModel, DistributedDataParallelConfig and
     OptimizerConfig."""
-    model = megatron_model(trained_config(recipe.model))
+    model = megatron_model(model_config(recipe.model))
     precision = recipe.training.precision
     sections = render_model(model, layout, precision, recipe.training.deterministic)
     if layout.vpp > 1:
@@ -45,20 +44,13 @@ def render_model(
     return {"transformer": transformer, "gpt": gpt_arguments(model, layout)}
 
 
-def trained_config(model: ModelSection) -> dict[str, Any]:
-    """The Hugging Face config used for training: dropout is 0 unless the recipe sets it."""
-    config = dict(model_config(model))
-    stated = model.config or {}
-    return config | {key: 0.0 for key in config if is_dropout(key) and key not in stated}
-
-
 def loaded_model(section: ModelSection, config: Mapping[str, Any]) -> MegatronModel:
     """The model of a loaded Hugging Face config, which must be the planned one.
 
     A recipe may state only a part of a pretrained model's config. Raises PlanError if the whole
     config describes another model, or one that megatron-core does not support.
     """
-    loaded, planned = megatron_model(config), megatron_model(trained_config(section))
+    loaded, planned = megatron_model(config), megatron_model(model_config(section))
     for ours, theirs in ((planned.transformer, loaded.transformer), (planned.gpt, loaded.gpt)):
         for key in ours.keys() | theirs.keys():
             if ours.get(key) != theirs.get(key):
