@@ -114,7 +114,7 @@ def test_export(run: Path, tmp_path: Path, capsys: Captured) -> None:
     code, out, err = dmt(capsys, "export", run, tmp_path / "m2", "--no-verify")
     assert code == 0 and "verifying" not in err
     code, _, err = dmt(capsys, "export", run, tmp_path / "model")
-    assert code == 2 and "exists and is not empty" in err
+    assert code == 2 and "exists and is no empty folder" in err
 
 
 def test_a_renamed_folder_is_the_step_of_its_manifest_for_every_verb(

@@ -14,17 +14,11 @@ from toolkit.errors import DataError
 def check_destination(src: Path, dst: Path, nbytes: int) -> None:
     """Refuse an output folder that cannot be created or has not enough space. Raises
     DataError."""
-    if dst.is_symlink() or os.path.ismount(dst):
-        kind = "a symbolic link" if dst.is_symlink() else "a mount point"
-        raise DataError(
-            f"{dst} is {kind}; a complete folder could not take its place",
-            fix="name a new folder",
-        )
     parent = next(above for above in dst.absolute().parents if os.path.lexists(above))
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise DataError(f"{dst} cannot be created: {parent} is not a writable folder")
     if os.path.lexists(dst) and (not os.access(dst, os.R_OK) or not _is_empty(dst)):
-        raise DataError(f"{dst} exists and is not empty", fix="name a new folder")
+        raise DataError(f"{dst} exists and is no empty folder", fix="name a new folder")
     if dst.resolve().is_relative_to(src.resolve()):
         raise DataError(f"{dst} lies inside {src}", fix="name a folder outside")
     free = shutil.disk_usage(parent).free
@@ -36,7 +30,7 @@ def check_destination(src: Path, dst: Path, nbytes: int) -> None:
 
 
 def _is_empty(folder: Path) -> bool:
-    return folder.is_dir() and not any(folder.iterdir())
+    return folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir())
 
 
 @contextmanager
