@@ -62,7 +62,7 @@ CASES = [
     frozen(ATTENTION, Case("deepspeed", 2, stage=3)),
     frozen(ATTENTION, megatron(tensor=2)),
     frozen(ATTENTION, megatron(stage=1), precision="bf16"),
-    frozen(BOTTOM, megatron(pipeline=2), precision="bf16"),
+    frozen(BOTTOM, megatron(pipeline=2), precision="fp16"),
     frozen(TOP, megatron(pipeline=2), family=LAYERS | {"tie_word_embeddings": False}),
 ]
 OFFLOADED = [

@@ -1,5 +1,6 @@
 """What the plan decides for all engines alike: attention, and fp16's first loss scale."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -33,6 +34,9 @@ def scale_of_a_ranks_mean_loss(plan: Plan, config: dict[str, Any]) -> float:
     if plan.engine == "deepspeed":
         assert config["fp16"]["loss_scale"] == 0, "dynamic"
         return 2.0 ** config["fp16"]["initial_scale_power"]
+    if plan.engine == "megatron":
+        tokens = 64 * plan.layout.micro_batch * plan.layout.gradient_accumulation
+        return float(config["optimizer"]["initial_loss_scale"] * tokens)
     setup = SimpleNamespace(
         ranks=SimpleNamespace(device=SimpleNamespace(type="cpu")),
         precision="fp16",
@@ -41,7 +45,7 @@ def scale_of_a_ranks_mean_loss(plan: Plan, config: dict[str, Any]) -> float:
     return float(loss_scaler(cast(EngineSetup, setup)).get_scale())
 
 
-@pytest.mark.parametrize("engine", ["deepspeed", "ddp", "fsdp"])
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron", "ddp", "fsdp"])
 def test_fp16_begins_with_one_loss_scale_in_every_engine(engine: str) -> None:
     plan, config = planned(engine, "fp16")
     assert plan.to_dict()["loss_scale"] == 65536.0
@@ -50,8 +54,19 @@ def test_fp16_begins_with_one_loss_scale_in_every_engine(engine: str) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_other_precisions_have_no_loss_scale(precision: str) -> None:
-    plan, _ = planned("megatron", precision)
+    plan, config = planned("megatron", precision)
     assert plan.to_dict()["loss_scale"] is None
+    assert "initial_loss_scale" not in config["optimizer"]
+
+
+def test_megatrons_scale_is_a_power_of_two() -> None:
+    """Of any number of tokens, and never below its own smallest one."""
+    changes = {"training__sequence_length": 100, "training__global_batch_size": 6}
+    wanted = recipe(**GPU, **changes, parallel__engine="megatron", training__precision="fp16")
+    layout = plan_recipe(wanted).layout
+    given = BACKENDS["megatron"].render(wanted, layout)["optimizer"]
+    assert given["initial_loss_scale"] == 65536 / 256, "300 tokens of a rank"
+    assert math.log2(given["min_loss_scale"]) == -8
 
 
 def test_an_older_plan_is_read() -> None:

@@ -48,7 +48,7 @@ CASES = [
     zero(2),
     megatron(pipeline=2),
     megatron(stage=1),
-    replace(megatron(tensor=2), precision="bf16"),
+    replace(megatron(tensor=2), precision="fp16"),
 ]
 """One of each way to find it out: torch's, DeepSpeed's by stage and model, megatron-core's."""
 

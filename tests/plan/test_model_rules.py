@@ -12,7 +12,6 @@ from toolkit.layout import Pair
 from toolkit.models.model import check_config
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
-from toolkit.plan.rules.legality import precisions
 from toolkit.plan.rules.models import able_pairs, problems
 from toolkit.plan.space import fallbacks, partial_layouts
 from toolkit.recipe.schema import ClusterSection, TrainingSection
@@ -71,6 +70,7 @@ def only(asked: PlanRequest) -> Problem:
         (GEMMA, 2, {}),
         (LLAMA, 4, LONG | {"sequence": False}),
         (ODD_EXPERTS, 2, {"tensor": 2, "expert": 2}),
+        (LLAMA, 4, IN_16_BITS | {"tensor": 1}),
         (LLAMA, 4, DEEPSPEED | {"tensor": 2}),
     ],
 )
@@ -117,7 +117,8 @@ def test_what_may_be_left_to_the_planner(
     [
         (MIXTRAL, {"engine": "deepspeed", "tensor": 2}, "engine", "engine to megatron"),
         (MIXTRAL, {"tensor": 2, "zero": {"stage": 2}}, "zero", "engine to megatron"),
-        (LLAMA, IN_16_BITS, "zero.stage", "zero.stage to 1"),
+        (LLAMA, IN_16_BITS | {"tensor": 2}, "zero.stage", "zero.stage to 1"),
+        (LLAMA, IN_16_BITS | {"sequence": True}, "zero.stage", "zero.stage to 1"),
         (RELU, {"engine": "megatron"}, "model.config", "model to hf"),
         (RELU, {"tensor": 2}, "model.config", "model to hf"),
         (RELU, {"model": "megatron"}, "model.config", "model to hf"),
@@ -134,9 +135,24 @@ def test_what_else_to_do(
     assert fix in problem.fix
 
 
-def test_fp16_is_not_megatron_cores() -> None:
-    assert precisions(intent(engine="megatron")) == ["fp32", "bf16"]
-    assert "fp16" in precisions(intent(engine="deepspeed", tensor=2))
+def test_an_open_tensor_degree_is_settled_at_1_in_16_bits() -> None:
+    open_degree = job(LLAMA, 4, **IN_16_BITS)
+    assert problems(open_degree) == []
+    found = partial_layouts(open_degree, fallbacks(open_degree, island=8)[0])
+    assert {partial.layout.tp for partial in found} == {1}
+
+
+def test_fp16_has_one_loss_scale_for_all() -> None:
+    """megatron-core's ChainedOptimizer: experts on ranks of their own keep another one."""
+    for engine in ("megatron", "auto"):
+        problem = only(job(MIXTRAL, 4, precision="fp16", engine=engine, expert=2))
+        assert (problem.key, problem.found) == (
+            "training.precision", "fp16 with parallel.expert: 2",
+        )  # fmt: skip
+        assert problem.fix == "set training.precision to bf16, or parallel.expert to 1"
+    for precision in ("fp32", "bf16"):
+        assert problems(job(MIXTRAL, 4, precision=precision, expert=2)) == []
+    assert problems(job(MIXTRAL, 4, precision="fp16", engine="megatron", tensor=2)) == []
 
 
 def test_muon_stays_on_the_device() -> None:
@@ -155,6 +171,16 @@ def test_muon_stays_on_the_device() -> None:
             one.layout.offload_optimizer for one in partial_layouts(open_places, fallback)
         }
         assert places <= {"none"}
+
+
+def test_muon_in_fp16() -> None:
+    """megatron-core's optimizers do not all agree on the step of an overflow."""
+    asked = replace(
+        job(LLAMA, 4, precision="fp16", engine="megatron", tensor=2), optimizer=MUON
+    )
+    assert only(asked).found == "fp16 with optimizer.name: muon on engine megatron"
+    other = job(LLAMA, 4, precision="fp16", engine="deepspeed", zero={"stage": 2})
+    assert problems(replace(other, optimizer=MUON)) == []
 
 
 @pytest.mark.parametrize(

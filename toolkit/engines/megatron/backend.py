@@ -1,12 +1,16 @@
 """Backend of engine `megatron`: everything except training."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from toolkit.backend import ANY, Backend, Rehearsed, Support
 from toolkit.engines.megatron import config
-from toolkit.layout import Layout
+from toolkit.errors import Problem
+from toolkit.layout import Layout, ModelName
 from toolkit.plan.cost.engine import EngineCost, in_place_logit_bytes
 from toolkit.plan.plan import Plan
+from toolkit.plan.request import PlanRequest
+from toolkit.plan.rules.legality import degree
 from toolkit.recipe.schema import Recipe
 
 
@@ -45,7 +49,6 @@ class MegatronBackend(Backend):
             sequence=True,
             zero_stages=(0, 1),
             recompute=("none", "selective", "full"),
-            precisions=frozenset(("fp32", "bf16")),
         )
     }
     packages = {"megatron-core": "megatron.core"}
@@ -81,6 +84,27 @@ class MegatronBackend(Backend):
         if plan.engine != self.name:
             found = {section: found[section] for section in ("transformer", "gpt")}
         return found
+
+    def rules(self, job: PlanRequest, model: ModelName) -> Iterator[Problem]:
+        """optimizer/__init__.py gives expert-parallel experts a separate optimizer, and each
+        optimizer a dynamic loss scale: all skip a step that overflows, but only the one that
+        overflowed lowers its scale."""
+        if job.training.precision == "fp16" and degree(job.parallel.expert) > 1:
+            yield Problem(
+                "training.precision",
+                f"fp16 with parallel.expert: {job.parallel.expert}",
+                "bf16 or fp32: in fp16, megatron-core scales the losses of experts and of the "
+                "rest apart, and they drift after an overflow",
+                "set training.precision to bf16, or parallel.expert to 1",
+            )
+        if job.training.precision == "fp16" and job.optimizer.kind.whole is not None:
+            yield Problem(
+                "training.precision",
+                f"fp16 with optimizer.name: {job.optimizer.name} on engine megatron",
+                "bf16 or fp32: in fp16, each of megatron-core's optimizers decides for itself "
+                "whether it steps, and owners of whole tensors need the gradients of all ranks",
+                "set training.precision to bf16",
+            )
 
 
 BACKEND = MegatronBackend()

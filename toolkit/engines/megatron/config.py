@@ -12,7 +12,13 @@ from toolkit.layout import DTYPES, Layout
 from toolkit.models.families import MegatronModel, megatron_model
 from toolkit.models.hub import model_config
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
+<<<<<<< HEAD
 from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe
+=======
+from toolkit.models.model import is_dropout
+from toolkit.plan.planner import first_loss_scale
+from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe, TrainingSection
+>>>>>>> parent of 752bcb6e (Engine megatron trains in fp32 and bf16 alone)
 
 
 def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
@@ -30,7 +36,10 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
     return {
         **sections,
         "ddp": ddp_arguments(layout),
-        "optimizer": optimizer_arguments(recipe.optimizer, layout, precision),
+        "optimizer": {
+            **optimizer_arguments(recipe.optimizer, layout, precision),
+            **_loss_scaling(layout, recipe.training),
+        },
     }
 
 
@@ -87,6 +96,22 @@ def optimizer_arguments(
         "adam_eps": optimizer.eps,
         "clip_grad": optimizer.clip_grad_norm or 0.0,
         "bf16": precision == "bf16",
+<<<<<<< HEAD
         "params_dtype": DTYPES[precision],
+=======
+        "fp16": precision == "fp16",
+        "params_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision],
+>>>>>>> parent of 752bcb6e (Engine megatron trains in fp32 and bf16 alone)
         "use_distributed_optimizer": layout.zero_stage == 1,
     }
+
+
+def _loss_scaling(layout: Layout, training: TrainingSection) -> dict[str, float]:
+    """Initial and smallest loss scale. The loss here is the sum over tokens, while the plan's
+    scale is for their mean. Powers of two, which cause no rounding."""
+    loss_scale, length = first_loss_scale(training.precision), training.sequence_length
+    if loss_scale is None:
+        return {}
+    tokens = layout.micro_batch * layout.gradient_accumulation * length // layout.cp
+    smallest = 2.0 ** -(tokens.bit_length() - 1)
+    return {"initial_loss_scale": loss_scale * smallest, "min_loss_scale": smallest}

@@ -31,6 +31,7 @@ from toolkit.engines import adamw as adam
 from toolkit.engines import totals
 from toolkit.engines.balance import Balance
 from toolkit.engines.base import (
+    NON_FINITE_GRADIENTS,
     Counters,
     Engine,
     EvalResult,
@@ -167,9 +168,10 @@ class MegatronEngine(Engine):
         optimizer.step_with_ready_grads = exchange_and_step
 
     def _configure_schedule(self) -> None:
-        """Configure how the schedules reduce gradients."""
+        """Configure how the schedules reduce gradients and scale the loss."""
         config = self.chunks[0].config
         config.finalize_model_grads_func = self._finalize_gradients
+        config.grad_scale_func = self.optimizer.scale_loss
         if self.setup.engine_config["ddp"]["overlap_grad_reduce"]:
             config.grad_sync_func = [replica.start_grad_sync for replica in self.replicas]
             if len(self.replicas) == 1:
@@ -204,15 +206,19 @@ class MegatronEngine(Engine):
         self.balance.begin_step(micro_batches)
         if self.setup.recipe.model.balance is not None:
             # Gradients are divided by the count when they are reduced.
-            self.balance.scale_by(self.balance.scale.new_tensor(count))
+            scale = self.balance.scale.new_tensor(count)
+            self.balance.scale_by(self.optimizer.scale_loss(scale))
         found, gradient_sum = self._run(micro_batches, forward_only=False)
         skipped = refusal(count, found.loss, max_loss, gradient_sum)
         grad_norm = math.inf
         if skipped is None:  # otherwise, gradients are cleared when the next step begins
             with cpu.cuda_type_names():
-                _, norm, _ = self.optimizer.step()
+                updated, norm, _ = self.optimizer.step()
             self._ungathered = True
-            grad_norm = float(norm)
+            if updated:
+                grad_norm = float(norm)
+            else:
+                skipped = NON_FINITE_GRADIENTS
         named = {**found.metrics, **self.balance.end_step(applied=skipped is None)}
         return StepResult(found.loss, grad_norm, skipped, named)
 
@@ -229,11 +235,15 @@ class MegatronEngine(Engine):
                 chunk.scale_gradients(1.0 / self._count)
 
     def _gradient_sum(self) -> Tensor:
-        """Sum of this rank's gradients, which is finite exactly where all of them are."""
+        """Sum of this rank's gradients, which is finite exactly where all of them are.
+
+        In fp16 it is 0: overflow detection is left to the loss scaler.
+        """
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for replica in self.replicas:
-            for buffer in (*replica.buffers, *replica.expert_parallel_buffers):
-                total += buffer.grad_data.sum()
+        if self.setup.precision != "fp16":
+            for replica in self.replicas:
+                for buffer in (*replica.buffers, *replica.expert_parallel_buffers):
+                    total += buffer.grad_data.sum()
         return total
 
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> EvalResult:
@@ -366,10 +376,12 @@ class MegatronEngine(Engine):
         # If a pipeline stage is completely frozen, its ranks have no counts.
         most = torch.tensor(steps, device=self.device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return Counters(int(most))
+        return Counters(int(most), megatron_state.loss_scale(self.optimizer))
 
     def set_counters(self, counters: Counters) -> None:
         adam.set_steps(megatron_state.adams(self.optimizer), counters.optimizer_steps)
+        if counters.loss_scale is not None and self.setup.precision == "fp16":
+            megatron_state.set_loss_scale(self.optimizer, counters.loss_scale, self.device)
 
     def close(self) -> None:
         for replica in self.replicas:

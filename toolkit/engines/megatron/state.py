@@ -96,3 +96,25 @@ def _whole_masters(part: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
         return
     for group in part.optimizer.param_groups:
         yield from zip(group["params"], group["params"], strict=True)
+
+
+def loss_scale(optimizer: Any) -> dict[str, Any] | None:
+    """The dynamic loss scaler's state under fp16. None otherwise.
+
+    The scale is saved for the mean loss over a rank's tokens, as in other engines: here it is
+    for a sum (`config.py`), and smaller by `min_scale`.
+    """
+    scaler = getattr(optimizer.chained_optimizers[0], "grad_scaler", None)
+    if scaler is None:
+        return None
+    counts = {"growth": scaler._growth_tracker, "hysteresis": scaler._hysteresis_tracker}
+    return {"scale": float(scaler.scale / scaler.min_scale), "detail": counts}
+
+
+def set_loss_scale(optimizer: Any, saved: dict[str, Any], device: torch.device) -> None:
+    """Restore the saved scale, and its counts if megatron-core saved them."""
+    scaler = optimizer.chained_optimizers[0].grad_scaler
+    scaler._scale = torch.tensor([saved["scale"]], device=device) * scaler.min_scale
+    if saved["detail"].keys() == {"growth", "hysteresis"}:
+        scaler._growth_tracker = saved["detail"]["growth"]
+        scaler._hysteresis_tracker = saved["detail"]["hysteresis"]
