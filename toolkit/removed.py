@@ -207,8 +207,6 @@ DEFAULTS: dict[str, object] = {
 }
 """Defaults of removed settings, where they were not null."""
 
-_MEGATRON = "`dmt render RECIPE --to megatron` prints the layout's arguments for megatron-core"
-
 COMMANDS: dict[str, str] = {
     "data stats": "use `dmt data show`, which prints documents, tokens and lengths",
     "checkpoint import --samples": "leave it out; no one knows which samples were seen",
@@ -220,7 +218,6 @@ COMMANDS: dict[str, str] = {
     "plan --memory-fraction": _LESS_MEMORY,
     "plan --check-memory": "use `dmt rehearse RECIPE --gpu`",
     "plan --html": "use `dmt plan RECIPE --explain`",
-    "plan --flags": _MEGATRON,
     "plan --top": "leave it out: the best layout of every strategy is shown",
     "check --against env": "leave it out: `dmt launch` refuses variables that would hang a run "
     "or change what it computes",
@@ -281,7 +278,7 @@ COMMANDS: dict[str, str] = {
             "trainer",
         ]
     },
-    "render --to megatron-lm": _MEGATRON,
+    "render --to megatron-lm": "`dmt plan RECIPE --flags megatron-lm` prints the layout",
     "render --out": "write `dmt render RECIPE > FILE`",
     "render --to skypilot": "copy the template in docs/launchers.md",
     "render --to dstack": "copy the template in docs/launchers.md",

@@ -70,7 +70,6 @@ def only(asked: PlanRequest) -> Problem:
         (GEMMA, 2, {}),
         (LLAMA, 4, LONG | {"sequence": False}),
         (ODD_EXPERTS, 2, {"tensor": 2, "expert": 2}),
-        (LLAMA, 4, IN_16_BITS | {"tensor": 1}),
         (LLAMA, 4, DEEPSPEED | {"tensor": 2}),
     ],
 )
@@ -117,8 +116,7 @@ def test_what_may_be_left_to_the_planner(
     [
         (MIXTRAL, {"engine": "deepspeed", "tensor": 2}, "engine", "engine to megatron"),
         (MIXTRAL, {"tensor": 2, "zero": {"stage": 2}}, "zero", "engine to megatron"),
-        (LLAMA, IN_16_BITS | {"tensor": 2}, "zero.stage", "zero.stage to 1"),
-        (LLAMA, IN_16_BITS | {"sequence": True}, "zero.stage", "zero.stage to 1"),
+        (LLAMA, IN_16_BITS, "zero.stage", "zero.stage to 1"),
         (RELU, {"engine": "megatron"}, "model.config", "model to hf"),
         (RELU, {"tensor": 2}, "model.config", "model to hf"),
         (RELU, {"model": "megatron"}, "model.config", "model to hf"),
@@ -133,13 +131,6 @@ def test_what_else_to_do(
     problem = only(job(config, 2, **asked))
     assert problem.key.removeprefix("parallel.") == key
     assert fix in problem.fix
-
-
-def test_an_open_tensor_degree_is_settled_at_1_in_16_bits() -> None:
-    open_degree = job(LLAMA, 4, **IN_16_BITS)
-    assert problems(open_degree) == []
-    found = partial_layouts(open_degree, fallbacks(open_degree, island=8)[0])
-    assert {partial.layout.tp for partial in found} == {1}
 
 
 def test_fp16_has_one_loss_scale_for_all() -> None:

@@ -12,13 +12,8 @@ from toolkit.layout import DTYPES, Layout
 from toolkit.models.families import MegatronModel, megatron_model
 from toolkit.models.hub import model_config
 from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
-<<<<<<< HEAD
-from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe
-=======
-from toolkit.models.model import is_dropout
 from toolkit.plan.planner import first_loss_scale
 from toolkit.recipe.schema import ModelSection, OptimizerSection, Recipe, TrainingSection
->>>>>>> parent of 752bcb6e (Engine megatron trains in fp32 and bf16 alone)
 
 
 def render(recipe: Recipe, layout: Layout) -> dict[str, Any]:
@@ -96,12 +91,8 @@ def optimizer_arguments(
         "adam_eps": optimizer.eps,
         "clip_grad": optimizer.clip_grad_norm or 0.0,
         "bf16": precision == "bf16",
-<<<<<<< HEAD
-        "params_dtype": DTYPES[precision],
-=======
         "fp16": precision == "fp16",
-        "params_dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision],
->>>>>>> parent of 752bcb6e (Engine megatron trains in fp32 and bf16 alone)
+        "params_dtype": DTYPES[precision],
         "use_distributed_optimizer": layout.zero_stage == 1,
     }
 
