@@ -26,16 +26,16 @@ ELASTIC: Mapping[str, object] = {
     "launch.max_restarts": 3,
     "launch.hang_timeout_s": 20,
 }
-SIXTY: Mapping[str, object] = {"training.steps": 60}
+FORTY: Mapping[str, object] = {"training.steps": 40}
 PORT = 29400
 """Of the meeting point."""
 
 
-def sixty_steps(project: Project) -> dict[int, float]:
+def forty_steps(project: Project) -> dict[int, float]:
     """The losses of a run that nothing happens to, to compare with."""
     run_dir = project.folder / "elastic-undisturbed"
     if not run_dir.exists():
-        project.launch(run_dir.name, {**SETTINGS, **SIXTY, "cluster.gpus_per_node": 2})
+        project.launch(run_dir.name, {**SETTINGS, **FORTY, "cluster.gpus_per_node": 2})
     return {step: pytest.approx(loss, rel=1e-5) for step, (loss, _) in curve(run_dir).items()}
 
 

@@ -5,6 +5,7 @@ tests/warm.py calls it in every process that has the variable, before its progra
 
 import math
 import os
+import sys
 import time
 from typing import Any
 
@@ -105,6 +106,11 @@ def slow_rank() -> None:
         product(*factors)
 
     LlamaModel.forward, balance.product = by_row, slow_product
+
+
+def warm_job() -> None:
+    """Jobs that a launcher writes start DMT by DMT_TEST_PYTHON."""
+    sys.executable = os.environ["DMT_TEST_PYTHON"]
 
 
 def failing_step() -> None:

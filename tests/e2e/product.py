@@ -23,7 +23,7 @@ from tests.warm import REGISTER, THEIR_LAUNCHERS, WarmPython, registered
 
 _MARK = "DMT_TEST_COMMAND"
 _WARM_VARIABLES = re.compile(
-    r"DMT_FAILPOINTS|DMT_TEST_\w+|PYTHONPATH|PATH|CFLAGS|CXX|(WANDB|AWS|FSSPEC|HF)_\w+|"
+    r"DMT_FAILPOINTS|DMT_TEST_\w+|PYTHONPATH|PATH|SLURM_CONF|CFLAGS|CXX|(WANDB|AWS|FSSPEC|HF)_\w+|"
     r"GLOO_SOCKET_IFNAME|OMP_NUM_THREADS|"
     r"\w+_(PASS|PASSWORD|PAT|KEY)"
 )
@@ -82,7 +82,7 @@ def can_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
         for folder in env.get("PYTHONPATH", "").split(":")
     )
     known = all(_WARM_VARIABLES.fullmatch(name) for name in env)
-    return python and set(launchers) <= {"local"} and known and not hides
+    return python and set(launchers) <= {"local", "slurm"} and known and not hides
 
 
 class Command:

@@ -1,6 +1,5 @@
 """The same recipe under every way to start it: the same losses, a complete run directory."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,15 +8,9 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.e2e.conftest import Project
-from tests.e2e.product import (
-    checkpoints,
-    curve,
-    events,
-    run,
-    settings,
-    tool,
-)
+from tests.e2e.product import checkpoints, curve, events, run, settings, tool
 from tests.processes import ROOT
+from tests.warm_program import warm_program
 from toolkit.data.order import held_out_documents
 from toolkit.launchers.base import free_port
 
@@ -37,7 +30,7 @@ def assert_same_start(run_dir: Path, reference: Path) -> None:
 
 
 MPI_AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-MPI = ("--bind-to", "none", "-np", "2", sys.executable)
+MPI = ("--bind-to", "none", "-np", "2", warm_program())
 
 
 STRAY = """
@@ -61,11 +54,7 @@ fsdp_config: {fsdp_version: 2}
         pytest.param(
             ["mpirun.openmpi", *MPI], MPI_AS_ROOT, marks=pytest.mark.needs("openmpi-bin")
         ),
-        pytest.param(
-            ["mpirun.mpich", *MPI],
-            {},
-            marks=[pytest.mark.needs("mpich"), pytest.mark.soak],
-        ),
+        pytest.param(["mpirun.mpich", *MPI], {}, marks=pytest.mark.needs("mpich")),
     ],
     ids=["deepspeed", "accelerate", "openmpi", "mpich"],
 )

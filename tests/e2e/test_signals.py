@@ -3,22 +3,22 @@
 import shlex
 import signal
 import time
-from collections.abc import Callable
 
 import pytest
 
 from tests.e2e.conftest import Project
 from tests.e2e.product import (
-    Command,
     assert_saved_and_stopped,
     checkpoints,
     events,
+    run,
     settings,
     started,
     steps_logged,
     tool,
 )
 from tests.processes import ROOT
+from tests.warm_program import warm_program
 
 pytestmark = pytest.mark.slow
 
@@ -26,36 +26,16 @@ ENDLESS = {"training.steps": 100_000}
 WORKER = str(ROOT / "launch" / "train.py")
 
 
-def ctrl_c(command: Command) -> None:
-    command.interrupt()
-
-
-def quit_rank_1(command: Command) -> None:
-    command.ranks()[1].send_signal(signal.SIGQUIT)
-
-
-@pytest.mark.parametrize("stop", [ctrl_c, quit_rank_1])
-def test_a_signal_while_training(project: Project, stop: Callable[[Command], None]):
-    run_dir = project.folder / f"signal-{stop.__name__}"
+def test_a_signal_to_one_rank_saves_and_stops_all(project: Project):
+    """Ctrl-C is in test_two_runs.py."""
+    run_dir = project.folder / "signal-quit"
     argv = project.command(run_dir.name, ENDLESS, "--max-restarts", "3")
     with started(argv, project.folder) as command:
         command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
-        stop(command)
+        command.ranks()[1].send_signal(signal.SIGQUIT)
         ended = command.end()
     assert_saved_and_stopped(ended, run_dir)
     assert not events(run_dir, "restart")
-
-
-def test_a_worker_without_a_launcher_saves_and_stops(project: Project):
-    """Where a launcher passes a signal on, or a scheduler sends it to the rank itself."""
-    run_dir = project.folder / "worker-alone"
-    changes = {**ENDLESS, "cluster.gpus_per_node": 1}
-    argv = tool("python", WORKER, project.recipe, "--run-dir", run_dir, *settings(changes))
-    with started(argv, project.folder) as command:
-        command.wait_for(lambda: steps_logged(run_dir) >= 2, "the second step")
-        command.process.send_signal(signal.SIGTERM)
-        ended = command.end()
-    assert_saved_and_stopped(ended, run_dir)
 
 
 def test_ranks_that_do_not_leave_within_the_grace_write_their_stacks(project: Project):
@@ -75,9 +55,10 @@ def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):
     """A full log disk, a closed standard output: `2>&1 | head`, a killed `tee`."""
     run_dir = project.folder / "no-output"
     changes = {"training.steps": 3, "cluster.gpus_per_node": 1}
-    argv = shlex.join(map(str, project.command(run_dir.name, changes)))
-    with started(["bash", "-c", f"{argv} 2>/dev/full >&-"], project.folder) as command:
-        command.end(code=0)
+    _, *words = project.command(run_dir.name, changes)
+    argv = shlex.join([warm_program(), *words])
+    shell = f"set -o pipefail; {argv} 2>/dev/full | true"
+    run(["bash", "-c", shell], project.folder, code=0)
     assert checkpoints(run_dir) == [3]
     (warning,) = [e for e in events(run_dir, "warning") if e["source"] == "output"]
     assert warning["message"] == "standard error: No space left on device"

@@ -1,7 +1,6 @@
 """Jobs of a real Slurm with two nodes, both on this machine."""
 
 import shlex
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +9,12 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.elastic_run import ELASTIC, SIXTY, losses, resized, sixty_steps
+from tests.e2e.elastic_run import ELASTIC, FORTY, forty_steps, losses, resized
+from tests.e2e.hooks import hooked
 from tests.e2e.product import checkpoints, curve, events, run, settings, started, steps_logged
 from tests.e2e.slurm_cluster import PACKAGES, Slurm, slurm_cluster
 from tests.processes import ROOT, wait_until
+from tests.warm_program import warm_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs(*PACKAGES)]
 
@@ -36,14 +37,10 @@ def assert_same_start(run_dir: Path, reference: Path) -> None:
 
 def test_python_under_srun(slurm: Slurm, project: Project, ddp_run: Path) -> None:
     """No launcher at all: the ranks' places come from Slurm's own variables."""
+    worker = [warm_program(), ROOT / "launch" / "train.py", project.recipe]
+    argv = ["srun", "-N1", "-n2", *map(str, worker), "--run-dir", "srun"]
     steps = settings({"training.steps": 6})
-    worker = [sys.executable, ROOT / "launch" / "train.py", project.recipe]
-    run(
-        ["srun", "-N1", "-n2", *map(str, worker), "--run-dir", "srun", *steps],
-        project.folder,
-        slurm.env,
-        code=0,
-    )
+    run([*argv, *steps], project.folder, slurm.env, code=0)
     assert_same_start(project.folder / "srun", ddp_run)
 
 
@@ -52,11 +49,11 @@ def test_two_nodes_save_before_the_limit_and_go_on(
 ) -> None:
     """The warning signal saves and stops, the job is queued again, and finishes."""
     run_dir = project.folder / "slurm"
-    changes = {"cluster.nodes": 2, "cluster.gpus_per_node": 1, "training.steps": 200}
-    command = project.command("slurm", changes, "--launcher", "slurm")
-    submitted = slurm.ask(*command, folder=project.folder)
-    job = submitted.split()[-1]
-    assert submitted == f"Submitted batch job {job}"
+    changes = {"cluster.nodes": 2, "cluster.gpus_per_node": 1, "training.steps": 100}
+    env = slurm.env | hooked("warm_job", DMT_TEST_PYTHON=warm_program())
+    ended = project.launch("slurm", changes, "--launcher", "slurm", env=env)
+    job = ended.out.split()[-1]
+    assert ended.out == f"Submitted batch job {job}\n"
     wait_until(
         lambda: (run_dir / "metrics.jsonl").exists() and len(curve(run_dir)) > 2, "steps"
     )
@@ -69,7 +66,7 @@ def test_two_nodes_save_before_the_limit_and_go_on(
     time.sleep(10)
     slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
     wait_until(lambda: slurm.state(job) == "COMPLETED", "the end")
-    assert sorted(curve(run_dir)) == list(range(1, 201))
+    assert sorted(curve(run_dir)) == list(range(1, 101))
     assert_same_start(run_dir, ddp_run)
     assert {"plan.json", "export"} <= {path.name for path in run_dir.iterdir()}
 
@@ -98,9 +95,9 @@ def test_an_elastic_job_loses_a_node_and_takes_it_in_again(
     slurm: Slurm, project: Project
 ) -> None:
     """Slurm adds no node to a job: the one that is back joins by the line in the job's log."""
-    expected = sixty_steps(project)
+    expected = forty_steps(project)
     run_dir = project.folder / "slurm-elastic"
-    changes = {**ELASTIC, **SIXTY, "launch.elastic": "{min_nodes: 1, max_nodes: 2}"}
+    changes = {**ELASTIC, **FORTY, "launch.elastic": "{min_nodes: 1, max_nodes: 2}"}
     command = project.command(run_dir.name, changes, "--launcher", "slurm")
     job = slurm.ask(*command, folder=project.folder).split()[-1]
     wait_until(lambda: steps_logged(run_dir) >= 4, "steps")

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import Project
-from tests.e2e.elastic_run import ELASTIC, SIXTY, losses, resized, sixty_steps
+from tests.e2e.elastic_run import ELASTIC, FORTY, forty_steps, losses, resized
 from tests.e2e.product import (
     assert_saved_and_stopped,
     curve,
@@ -74,14 +74,14 @@ def test_kills_behind_new_checkpoints_are_no_failures_in_a_row(project: Project,
 @pytest.mark.soak
 def test_an_elastic_run_loses_a_node_and_takes_another_in(project: Project):
     """Ray nodes with a CPU each, on this machine. The node that joins costs no step."""
-    expected = sixty_steps(project)
+    expected = forty_steps(project)
     run_dir, port = project.folder / "ray-elastic", free_port()
     one_cpu = ("--num-cpus=1", "--block", "--disable-usage-stats")
     head = tool(
         "ray", "start", "--head", f"--port={port}", "--include-dashboard=false", *one_cpu
     )
     node = tool("ray", "start", f"--address=127.0.0.1:{port}", *one_cpu)
-    changes = {**ELASTIC, **SIXTY, "launch.elastic": "{min_nodes: 1, max_nodes: 2}"}
+    changes = {**ELASTIC, **FORTY, "launch.elastic": "{min_nodes: 1, max_nodes: 2}"}
     argv = project.command(run_dir.name, changes, "--launcher", "ray")
     # Stated: if an earlier Ray has left a token in this home, only a head takes it.
     env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
