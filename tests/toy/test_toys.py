@@ -1,12 +1,14 @@
-"""An engine and an optimizer of another package, known to every verb by their entry points."""
+"""An engine, an optimizer and an objective of another package, known to every verb by their
+entry points."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.product import Ended, curve, succeeded
+from tests.e2e.product import Ended, curve, events, records, succeeded
 from toolkit.checkpoint.saved_state import SavedState
 from toolkit.checkpoint.store import folder_name
 
@@ -74,6 +76,22 @@ def test_they_train_together(with_toys: Verb, tmp_path: Path) -> None:
     assert "rank 1 trains with the toy" in printed
     state = SavedState(tmp_path / "run" / "checkpoints" / folder_name(3))
     assert {quantity for quantity, _ in state.names()} == {"weight", "exp_avg"}
+
+
+def test_the_objective_trains(with_toys: Verb, tmp_path: Path) -> None:
+    """A sum of the losses in place of their mean."""
+    for name in ("pretrain", "toy_sum"):
+        changes = {"training.objective": name, "training.steps": 3, "checkpoint.export": False}
+        succeeded(with_toys(changes, "launch", "--run-dir", name))
+    means = records(tmp_path / "pretrain" / "metrics.jsonl")
+    sums = records(tmp_path / "toy_sum" / "metrics.jsonl")
+    for line in sums:
+        assert line["tokens_per_sequence"] == pytest.approx(line["tokens"] / 8, rel=1e-12)
+    assert sums[0]["loss"] == pytest.approx(means[0]["loss"] * sums[0]["tokens"] / 8)
+    assert sums[-1]["loss"] < sums[0]["loss"]
+    (validation,) = events(tmp_path / "toy_sum", "evaluation")
+    assert validation["loss"] > math.log(10) * validation["tokens_per_sequence"] / 8
+    assert "tokens_per_sequence" not in means[0]
 
 
 def test_they_are_rehearsed(with_toys: Verb) -> None:

@@ -56,3 +56,10 @@ def test_only_a_start_that_made_a_step_is_repeated() -> None:
 def test_other_errors_stay_what_they_are() -> None:
     for text in ("an illegal memory access was encountered", "CUBLAS_STATUS_EXECUTION_FAILED"):
         assert out_of_memory(RuntimeError(text), "step 1", retry=True) is None
+
+
+def test_an_operator_without_a_fixed_order_is_the_users_mistake() -> None:
+    error = RuntimeError("put_ does not have a deterministic implementation, but you set …")
+    assert not worker._explained(error, None).retry
+    code, message = worker._failure(worker._explained(error, None))
+    assert code == 4 and "fix: set training.deterministic to false" in message

@@ -1,6 +1,5 @@
 """An objective of another package: the summed cross entropy of a sequence, averaged."""
 
-import torch
 from torch import Tensor
 
 from toolkit.batch import IGNORE_INDEX, MicroBatch
@@ -18,18 +17,3 @@ class Toy(Objective):
     def loss(self, log_probs: Tensor, batch: MicroBatch) -> LossTerms:
         tokens = (batch.labels != IGNORE_INDEX).sum()
         return LossTerms(-log_probs.sum(), {"tokens_per_sequence": tokens})
-
-
-class Demanding(Toy):
-    """Reads what no data provides."""
-
-    reads = ("margins", "rewards")
-
-
-class Unordered(Toy):
-    """Uses an operator whose result depends on which of several writes comes last."""
-
-    def loss(self, log_probs: Tensor, batch: MicroBatch) -> LossTerms:
-        written = torch.zeros(1).put_(torch.tensor([0, 0]), torch.ones(2))
-        terms = super().loss(log_probs, batch)
-        return LossTerms(terms.loss * written.sum(), terms.metrics)
