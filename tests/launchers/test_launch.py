@@ -1,17 +1,18 @@
 """`local` with real processes: how runs end, and that nothing is left behind."""
 
+import ctypes
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.launchers.watching import alive
+from tests.launchers.conftest import run_stand_ins
+from tests.launchers.watching import WarmProcess, alive
 from tests.needs import NAMESPACES, require
-from tests.processes import HANG_S, wait_until
+from tests.processes import wait_until
 from toolkit.launchers.outcome import RankExit, report_failure
 from toolkit.run.ending import PEER_LOST
 
@@ -28,22 +29,19 @@ def test_all_ranks_done(start):
         assert argv[1:] == [str(launch.run_dir), "done"], "no launcher adds an argument"
 
 
-_ALONE = """
-import sys
-from pathlib import Path
-from tests.launchers.conftest import run_stand_ins
-run_stand_ins("local", Path(sys.argv[1]), "done", 1, 0, 1)
-"""
+def alone(run_dir: Path) -> int:
+    """Launch where loopback is down."""
+    new_network = 0x40000000
+    assert ctypes.CDLL(None).unshare(new_network) == 0
+    return run_stand_ins("local", run_dir, "done", 1, 0, 1)
 
 
 def test_ranks_that_cannot_connect_to_each_other_are_not_started(tmp_path):
     """They waited for each other in silence, for minutes."""
     require(NAMESPACES)
-    inside = "unshare", "--net"  # where loopback is down
-    argv = [*inside, sys.executable, "-c", _ALONE, str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=HANG_S)
-    assert "BackendUnavailable: the ranks meet at 127.0.0.1" in done.stderr
-    assert "ip link set lo up" in done.stderr
+    _, errors = WarmProcess(tmp_path / "said", alone, tmp_path).end()
+    assert "BackendUnavailable: the ranks meet at 127.0.0.1" in errors
+    assert "ip link set lo up" in errors
     assert not [*tmp_path.glob("pid-*")]
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from accelerate import tracking
 
+from tests.e2e.product import run as run_command
+from tests.forked import ForkedRanks
 from tests.processes import HANG_S, wait_until
 from toolkit.recipe.schema import LoggingSection
 from toolkit.run import jsonl, tracker_thread
@@ -159,29 +161,23 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SOME_TOKEN", CANARY)
 
 
-_KILLED = """
-import os, sys
-from pathlib import Path
-from tests.processes import wait_until
-from tests.run.test_tracker_thread import Rank0
-from toolkit.run.tracker_thread import Posted
-rank = Rank0(Path(sys.argv[1]), sys.argv[2])
-rank.events.write("evaluation", step=0, loss=2.0)
-rank.steps(1, 2, 3, 4)
-rank.events.write("evaluation", step=4, loss=0.25, **{"validation/a%b": 0.5})
-file = rank.run.tracker_state(sys.argv[2])
+def killed(folder: Path, tracker: str) -> int:
+    """A process that is gone when a tracker has four steps."""
+    rank = Rank0(folder, tracker)
+    rank.events.write("evaluation", step=0, loss=2.0)
+    rank.steps(1, 2, 3, 4)
+    rank.events.write("evaluation", step=4, loss=0.25, **{"validation/a%b": 0.5})
+    file = rank.run.tracker_state(tracker)
 
-def is_posted():
-    assert not rank.warnings()
-    posted = Posted.load(file) or Posted("")
-    # W&B takes nothing of step 4 when it has that step, so that it waits for the next one.
-    wandb = sys.argv[2] == "wandb"
-    names = posted.names
-    return names.get("loss") == 3 if wandb else names.get("evaluation/loss") == 4
+    def is_posted() -> bool:
+        assert not rank.warnings()
+        names = (Posted.load(file) or Posted("")).names
+        if tracker == "wandb":  # it waits for the next step: W&B takes no more of one it has
+            return names.get("loss") == 3
+        return names.get("evaluation/loss") == 4
 
-wait_until(is_posted, "the steps")
-os._exit(9)
-"""
+    wait_until(is_posted, "the steps")
+    os._exit(9)
 
 
 @pytest.mark.parametrize("tracker", READERS)
@@ -189,8 +185,8 @@ def test_each_number_once(tracker: str, tmp_path: Path) -> None:
     assert {*READERS} == {*TRACKERS}
     (tmp_path / "run").mkdir()
     (tmp_path / "run/recipe.yaml").write_text("optimizer: {learning_rate: 0.5}\n")
-    argv = [sys.executable, "-c", _KILLED, str(tmp_path), tracker]
-    assert subprocess.run(argv, timeout=HANG_S).returncode == 9
+    ranks = ForkedRanks(killed, (tmp_path, tracker), 1, tmp_path)
+    assert ranks.end() == [9], ranks.printed()
     # Steps 3 and 4, behind the last checkpoint, are done again.
     second = Rank0(tmp_path, tracker, resume=2)
     second.steps(3, 4, 5)
@@ -227,8 +223,8 @@ def test_how_to_upload(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Non
     line = capfd.readouterr().err.splitlines()[-1]
     assert line.startswith("to upload the run to W&B: ")
     argv = [sys.executable, "-m", *shlex.split(line.partition(": ")[2]), "--dry-run"]
-    told = subprocess.run(argv, capture_output=True, text=True, timeout=HANG_S)
-    assert "Would sync 1 run(s)" in told.stdout + told.stderr
+    told = run_command(argv, tmp_path)
+    assert "Would sync 1 run(s)" in told.out + told.err
 
 
 def full_disk(*_: object, **__: object) -> None:
