@@ -55,20 +55,14 @@ def test_every_damage_is_found_and_named(whole_run: Path, tmp_path: Path) -> Non
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(
-    "damage", ["bit flip", *(pytest.param(d, marks=pytest.mark.soak) for d in DAMAGES[1:])]
-)
-def test_a_damaged_checkpoint_is_gone_round(
-    project: Project, whole_run: Path, damage: str
-) -> None:
+def test_a_damaged_checkpoint_is_gone_round(project: Project, whole_run: Path) -> None:
     """The whole product: a warning names the file, and the run becomes the same run."""
-    run_dir = project.folder / f"damaged-{damage.replace(' ', '-')}"
-    shutil.copytree(whole_run, run_dir)
-    ((step, file), *others) = make_damage(run_dir / "checkpoints", damage, random.Random(1))
+    run_dir = shutil.copytree(whole_run, project.folder / "damaged")
+    ((step, file),) = make_damage(run_dir / "checkpoints", "bit flip", random.Random(1))
     ended = project.launch(run_dir.name, SETTINGS)
     assert f"warning: damaged checkpoint skipped: {step}: " in ended.err
     assert file in ended.err
-    assert events(run_dir, "load")[-1]["step"] == 15 - 5 * len(others)
+    assert events(run_dir, "load")[-1]["step"] == 15
     assert outcome(run_dir) == outcome(whole_run)
     assert checkpoints(run_dir) == [10, 15, 20]
 

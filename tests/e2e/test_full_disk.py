@@ -7,11 +7,7 @@ import pytest
 from tests.disks import make_room, small_file_system
 from tests.e2e.conftest import Project
 from tests.e2e.layouts import outcome
-from tests.e2e.product import (
-    checkpoints,
-    events,
-    steps_logged,
-)
+from tests.e2e.product import checkpoints, events, steps_logged
 
 pytestmark = pytest.mark.slow
 
@@ -21,12 +17,8 @@ PAGE = 4096
 """Bytes of a disk with room for one file of a few lines."""
 
 
-@pytest.mark.parametrize(
-    "asynchronous", ["true", pytest.param("false", marks=pytest.mark.soak)]
-)
-def test_no_room_for_checkpoints(project: Project, ddp_run: Path, asynchronous: str) -> None:
-    run_dir = project.folder / f"full-disk-{asynchronous}"
-    changes = {"checkpoint.every_steps": 4, "checkpoint.asynchronous": asynchronous}
+def test_no_room_for_checkpoints(project: Project, ddp_run: Path) -> None:
+    run_dir, changes = project.folder / "full-disk", {"checkpoint.every_steps": 4}
     with small_file_system(run_dir / "checkpoints", SMALL) as disk:
         ended = project.launch(run_dir.name, changes, code=4)
         assert steps_logged(run_dir) == 20, "the run went on"

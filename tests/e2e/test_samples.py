@@ -62,13 +62,13 @@ def test_every_sample_once_an_epoch(project: Project) -> None:
     in_both = per_epoch // GLOBAL_BATCH + 1
     parts = [
         (4, layout(2, 2, "deepspeed", **{"zero.stage": 2})),
-        (9, layout(4, 1, "ddp")),
-        (in_both, layout(4, 4, "megatron", tensor=2)),
+        (9, layout(1, 4, "ddp")),
+        (in_both, layout(2, 4, "megatron", tensor=2)),
     ]
     stops = [0, *(step for step, _ in parts)]
     for (first, last), (_, changes) in zip(pairwise(stops), parts, strict=True):
         stop_at(project, "broken", first, last, {"checkpoint.keep": 1} | changes)
-    project.launch("broken", SETTINGS | layout(1, 8, "ddp"), env=hooked("logged_samples"))
+    project.launch("broken", SETTINGS | layout(2, 8, "fsdp"), env=hooked("logged_samples"))
 
     found = samples_in_order(project, "broken")
     assert found == expected

@@ -8,8 +8,6 @@ from tests.e2e.product import curve, dmt, events, records, run
 
 pytestmark = pytest.mark.slow
 
-STEPS = {"training.steps": 26, "logging.every_steps": 1, "evaluation.every_steps": "null"}
-
 
 def test_samples_move_to_the_faster_rank(project: Project) -> None:
     """At a checkpoint of a run that is not restarted for it; and a restart continues so."""

@@ -35,6 +35,7 @@ from toolkit.train.outer import ReplicaOrder
 __all__ = ["own_project"]  # fixture
 
 Both: TypeAlias = tuple[list[Command], list[Path]]
+Undisturbed: TypeAlias = tuple[Project, dict[str, list[Path]]]
 
 STEPS, EVERY = 12, 4
 SETTINGS = {
@@ -173,16 +174,28 @@ def end_both(commands: list[Command], code: int = 0) -> None:
         assert "Traceback" not in command.end(code=code).err
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Two replicas in each of both kinds of overlap, which nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    write_project(folder)
+    project, found = Project(folder), {}
+    for overlap in ("none", "delayed"):
+        with ExitStack() as stack:
+            stack.enter_context(a_lighthouse())
+            changes = {**SETTINGS, "parallel.outer.overlap": overlap}
+            commands, found[overlap] = run_both(project, changes, stack, name=overlap)
+            end_both(commands)
+    return project, found
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("lighthouse")
 @pytest.mark.parametrize("overlap", ["none", "delayed"])
-def test_two_replicas_are_the_plain_simulation(own_project: Project, overlap: str) -> None:
+def test_two_replicas_are_the_plain_simulation(undisturbed: Undisturbed, overlap: str) -> None:
     """And the weights of both are equal to the bit at the end."""
-    changes = {**SETTINGS, "parallel.outer.overlap": overlap}
-    with ExitStack() as stack:
-        commands, runs = run_both(own_project, changes, stack)
-        end_both(commands)
-    losses, expected = simulate(own_project, delayed=overlap == "delayed")
+    project, found = undisturbed
+    runs = found[overlap]
+    losses, expected = simulate(project, delayed=overlap == "delayed")
     for run, plain in zip(runs, losses, strict=True):
         assert [loss for loss, _ in curve(run).values()] == pytest.approx(plain, rel=1e-6)
     first, second = (weights(run, STEPS) for run in runs)
@@ -207,7 +220,7 @@ def test_replicas_that_differ_are_refused(own_project: Project) -> None:
         assert "error: the replicas cannot exchange weights" in refused.end(code=4).err
 
 
-END = 60
+END = 40
 LONG = {**SETTINGS, "training.steps": END, "launch.max_restarts": 3}
 
 
@@ -261,7 +274,9 @@ def meets(rank: psutil.Process, lighthouse: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_stop_while_others_are_waited_for(own_project: Project) -> None:
+def test_a_stop_while_others_are_waited_for(
+    own_project: Project, undisturbed: Undisturbed
+) -> None:
     """Both save, and continue with the exchange that they owe, as if nothing had happened."""
     with ExitStack() as stack:
         stack.enter_context(a_lighthouse(patience_s=3600))
@@ -278,11 +293,7 @@ def test_a_stop_while_others_are_waited_for(own_project: Project) -> None:
         stack.enter_context(a_lighthouse())
         commands, _ = run_both(own_project, SETTINGS, stack)
         end_both(commands)
-    with ExitStack() as stack:
-        stack.enter_context(a_lighthouse())
-        commands, straight = run_both(own_project, SETTINGS, stack, name="straight")
-        end_both(commands)
-    for run, other in zip(runs, straight, strict=True):
+    for run, other in zip(runs, undisturbed[1]["none"], strict=True):
         found, expected = weights(run, STEPS), weights(other, STEPS)
         assert all(torch.equal(values, expected[name]) for name, values in found.items())
 
@@ -318,5 +329,6 @@ def test_a_launch_states_which_replica_it_is(own_project: Project) -> None:
     ended = own_project.launch("run", {"parallel.outer.replicas": 2}, code=2)
     assert "torchft_lighthouse" in ended.err and "Traceback" not in ended.err
     changes = {"parallel.outer.replicas": 2, "parallel.outer.replica": 0}
-    ended = own_project.launch("run", changes, env={"TORCHFT_LIGHTHOUSE": "here:80"}, code=2)
+    with patch.dict(os.environ, {"TORCHFT_LIGHTHOUSE": "here:80"}):
+        ended = own_project.launch("run", changes, code=2)
     assert "TORCHFT_LIGHTHOUSE: here:80, not http://HOST:PORT" in ended.err
