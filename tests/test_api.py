@@ -13,7 +13,6 @@ import toolkit
 from tests.processes import ROOT
 from toolkit.cli.main import main
 from toolkit.errors import PlanError, RecipeError
-from toolkit.launchers.base import Outcome
 from toolkit.launchers.local import LocalStarter
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
@@ -89,7 +88,7 @@ def test_a_launch_that_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert "toolkit.cli.main train" in planned.command and planned.exit_code == 0
     assert not planned.run_dir.exists()
     for code, error in ((4, "the run failed"), (75, "stopped after saving")):
-        monkeypatch.setattr(LocalStarter, "run", lambda *_, code=code: Outcome(code))
+        monkeypatch.setattr(LocalStarter, "run", lambda *_, code=code: code)
         with pytest.raises(toolkit.DmtError, match=error) as caught:
             toolkit.launch_recipe(recipe, tmp_path / "run")
         assert caught.value.exit_code == code

@@ -30,7 +30,7 @@ def run_stand_ins(
     spec = chosen.spec(Job(run_dir, cluster, launch, worker=worker))
     spec.write_files()
     with StopSignals() as signals:
-        return chosen.run(spec, signals).exit_code
+        return chosen.run(spec, signals)
 
 
 class Launch:

@@ -28,7 +28,7 @@ def run_agent(run_dir: Path, port: int, max_restarts: int, *worker: str) -> int:
     spec = launcher.spec(Job(run_dir, ClusterSection(nodes=2), launch))
     spec = replace(spec, argv=(sys.executable, "-S", *worker))
     with StopSignals() as signals:
-        return launcher.run(spec, signals).exit_code
+        return launcher.run(spec, signals)
 
 
 class Agents:

@@ -192,8 +192,8 @@ def test_a_rank_that_lost_another_is_not_the_cause(tmp_path, capsys, cause, told
                 event = {"kind": "end", "rank": rank, "exit_code": 4, "error": error}
                 events.write(json.dumps(event) + "\n")
     exits = [RankExit(r, code) for r, code in zip(ranks, seen, strict=True) if code is not None]
-    outcome = report_failure(tmp_path, 0, sorted(exits, key=lambda one: one.rank))
-    assert outcome.reason == f"rank {cause} {named}"
+    _, reason = report_failure(tmp_path, 0, sorted(exits, key=lambda one: one.rank))
+    assert reason == f"rank {cause} {named}"
     # Rank 0 has the terminal: what it wrote, it said itself.
     silent = cause == 0 and told[0] is not None
-    assert (f"error: {outcome.reason}" in capsys.readouterr().err) != silent
+    assert (f"error: {reason}" in capsys.readouterr().err) != silent

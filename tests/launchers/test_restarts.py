@@ -6,7 +6,6 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST
+from toolkit.text.terminal import tell
 
 # A worker of one line: `starts` counts its starts, `save(step)` commits.
 _WORKER = """
@@ -40,14 +40,13 @@ def save(step):
 """
 
 
-def launch(run: Path, worker: str, max_restarts: int, pause_s: float) -> int:
+def launch(run: Path, worker: str, max_restarts: int) -> int:
     """Launch the worker; returns the exit code. No name server has to answer."""
-    agent.LONGEST_PAUSE_S = pause_s
     socket.getfqdn = _no_look_up
     launcher, section = LocalStarter(), LaunchSection(max_restarts=max_restarts)
     spec = launcher.spec(Job(run, ClusterSection(), section, worker=("-c", worker)))
     with StopSignals() as signals:
-        return launcher.run(spec, signals).exit_code
+        return launcher.run(spec, signals)
 
 
 def _no_look_up(*_: str) -> str:
@@ -68,20 +67,22 @@ def forgotten(*arguments: Any) -> int:
 
 
 def stopped_late(*arguments: Any) -> int:
-    """`launch`, asked to stop when the pause before a restart is over."""
-    agent.Agent._pause = lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    """`launch`, asked to stop as soon as it has announced a restart."""
+
+    def told(message: str) -> None:
+        tell(message)
+        if message.startswith("restart "):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    agent.tell = told
     return launch(*arguments)
 
 
 def start(
-    run: Path,
-    does: str,
-    max_restarts: int,
-    pause_s: float = 0.01,
-    how: Callable[..., int] = launch,
+    run: Path, does: str, max_restarts: int, how: Callable[..., int] = launch
 ) -> WarmProcess:
     worker = _WORKER.format(run=str(run), does=does)
-    return WarmProcess(run / "said", how, run, worker, max_restarts, pause_s)
+    return WarmProcess(run / "said", how, run, worker, max_restarts)
 
 
 def run_to_end(
@@ -148,16 +149,6 @@ def test_a_failure_that_would_come_again_is_not_tried_again(tmp_path):
     assert [event["kind"] for event in events] == ["end"]
 
 
-def test_the_time_of_a_restart_is_when_the_failure_was_noticed(tmp_path):
-    process = start(tmp_path, "sys.exit(0 if starts == 2 else 1)", 1, pause_s=1)
-    process.end()
-    lines = (tmp_path / "events.jsonl").read_text().splitlines()
-    failure, restart, *_ = map(json.loads, lines)
-    assert (failure["kind"], failure["time"]) == ("failure", restart["time"])
-    written = (tmp_path / "events.jsonl").stat().st_mtime
-    assert written - datetime.fromisoformat(restart["time"]).timestamp() > 0.9
-
-
 def end(rank: int, error: str) -> dict[str, Any]:
     return {"kind": "end", "rank": rank, "exit_code": 4, "error": error}
 
@@ -217,20 +208,7 @@ def test_without_restarts_a_failure_is_reported_as_before(tmp_path):
 @pytest.mark.parametrize(
     ("does", "expected"), [("save(3); sys.exit(1)", 75), ("sys.exit(1)", 4)]
 )
-def test_a_signal_before_a_restart_stops_everything(tmp_path, does, expected):
-    process = start(tmp_path, does, 5, pause_s=60)
-    wait_until(lambda: "restart 1 of 5" in process.said(), "the pause")
-    process.send_signal(signal.SIGTERM)
-    code, errors = process.end()
-    assert code == expected
-    assert ("step 3 is saved" in errors) == (expected == 75)
-    assert len(ports(tmp_path)) == 1
-
-
-@pytest.mark.parametrize(
-    ("does", "expected"), [("save(3); sys.exit(1)", 75), ("sys.exit(1)", 4)]
-)
-def test_a_signal_after_the_pause_before_a_restart_is_told(tmp_path, does, expected):
+def test_a_signal_before_a_restart_is_told(tmp_path, does, expected):
     code, errors = start(tmp_path, does, 5, how=stopped_late).end()
     assert code == expected
     saved = "step 3 is saved" if expected == 75 else "nothing was saved"

@@ -108,8 +108,8 @@ def calibrate(machine: Machine) -> Speeds:
         launcher = LocalStarter()
         with StopSignals() as signals:
             job = Job(Path(folder), section, worker=worker)
-            outcome = launcher.run(launcher.spec(job), signals)
-        if outcome.exit_code != EXIT_DONE:
+            code = launcher.run(launcher.spec(job), signals)
+        if code != EXIT_DONE:
             raise RunFailed("dmt doctor: measuring did not come to its end")
         return Speeds(**json.loads(result.read_text(encoding="utf-8")))
 

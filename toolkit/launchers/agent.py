@@ -5,7 +5,6 @@ join. In addition:
 
 - Exit codes 0, 2, 3 and 75 end the run. Only a failure is started again. A newer checkpoint
   renews the restarts.
-- A run on one machine starts again after a pause.
 - Ranks that wait for a lost machine are killed as soon as that machine's agent is silent.
   `launch.hang_timeout_s` is only for ranks that hang by themselves.
 - Before a machine joins, all ranks save the same step and leave. Their exit code 75 is not
@@ -16,10 +15,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import (
@@ -43,7 +42,6 @@ from toolkit.launchers.base import (
     NODE_ADDRESS,
     LaunchSpec,
     Meeting,
-    Outcome,
     free_port,
 )
 from toolkit.launchers.outcome import (
@@ -72,8 +70,6 @@ how long one after that. A machine that comes later is taken in without the loss
 BEAT_S, BEATS = 2, 3
 """In an elastic run, a machine whose agent has been silent for six seconds is lost (torch: 5 s
 and 3). All ranks wait for that. An agent is late only where memory runs out."""
-LONGEST_PAUSE_S = 30.0
-"""Before a restart on one machine: 1 s, doubled each time, up to this."""
 _TALKATIVE = (
     "agent.server.api",
     "rendezvous.dynamic_rendezvous",
@@ -86,7 +82,7 @@ _LEFT = "dmt/left"
 """Key in the store of a meeting: how many machines left it to meet again."""
 
 
-def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outcome:
+def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> int:
     """Meet the other machines, start this one's ranks, and wait for the end of the run."""
     # In torch 2.13, ranks look for a shared store at the first meeting's rank 0, always.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -99,30 +95,30 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> Outco
         agent = Agent(spec, meeting, handler, signals)
         agent.run()
         handler.shutdown()
-        return agent.outcome
+        return agent.exit_code
     except StopRequested:
         # Before its first ranks, nothing was trained.
         met = agent is not None and agent.met
-        return stopped_before_restart(newest_step(run)) if met else Outcome(EXIT_RESUMABLE)
+        return _stopped_before_restart(newest_step(run)) if met else EXIT_RESUMABLE
     except (OSError, RendezvousError, DistError) as error:
         if not meeting.several:
             raise
         return _without_the_others(run, offset, error)
 
 
-def _without_the_others(run: RunDirectory, offset: int, error: Exception) -> Outcome:
-    """The outcome of a run whose other machines have left or did not come."""
+def _without_the_others(run: RunDirectory, offset: int, error: Exception) -> int:
+    """The exit code of a run whose other machines have left or did not come."""
     ends = [one for one in jsonl.read(run.events, offset) if one["kind"] in ("start", "end")]
     code = ends[-1].get("exit_code") if ends else None
     if code in (EXIT_DONE, EXIT_RESUMABLE):
-        return Outcome(int(code))
+        return int(code)
     if cause := cause_of(run.path, offset):
         tell(f"error: the run has failed: {cause}")
         # A code that is never started again is that of the run, whichever rank ended last.
         codes = [one.get("exit_code") for one in ends]
-        return Outcome(next((int(one) for one in codes if one in USER_CODES), EXIT_FAILED))
+        return next((int(one) for one in codes if one in USER_CODES), EXIT_FAILED)
     tell(f"error: the machines did not meet: {type(error).__name__}: {error}")
-    return Outcome(EXIT_FAILED)
+    return EXIT_FAILED
 
 
 def _parameters(meeting: Meeting) -> RendezvousParameters:
@@ -180,8 +176,8 @@ class Agent(SimpleElasticAgent):
                 monitor_interval=1e-3,  # `RankWatch.watch` waits
             )
         )
-        self.outcome = Outcome(EXIT_FAILED)
-        """The last outcome of this machine's ranks."""
+        self.exit_code = EXIT_FAILED
+        """The last one of this machine's ranks."""
         self._spec, self._signals, self._several = spec, signals, meeting.several
         self._directory = RunDirectory(spec.run_dir)
         self._newest = newest_step(self._directory)
@@ -191,8 +187,6 @@ class Agent(SimpleElasticAgent):
         """The machines in the last meeting."""
         self._failed = False
         """Whether a rank of this machine has failed since that meeting."""
-        self._restart: Mapping[str, Any] = {}
-        """Fields of the event about the next restart."""
 
     def run(self, role: str = "default") -> RunResult:
         """Run torch's agent. Raises RendezvousClosedError for a machine that waited beyond
@@ -228,9 +222,6 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start this machine's ranks, each with its place."""
         self._offset = events_offset(self._directory.path)
-        if self._restart and not self._several:  # where there are several, rank 0 writes it
-            EventLog(self._directory.events).write("restart", **self._restart)
-        self._restart = {}
         self._watch = RankWatch(self._placed(worker_group), self._signals)
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
@@ -279,27 +270,26 @@ class Agent(SimpleElasticAgent):
             if not self._lost_a_machine():
                 return RunResult(WorkerState.HEALTHY)
         elif set(watch.codes()) == {EXIT_DONE} or not self._resizing():
-            return self._ended(watch.outcome(), worker_group)
+            return self._ended(*watch.outcome(), worker_group)
         self._restart_workers(worker_group)
         return RunResult(WorkerState.HEALTHY)
 
-    def _ended(self, outcome: Outcome, worker_group: WorkerGroup) -> RunResult:
+    def _ended(self, code: int, how: str, worker_group: WorkerGroup) -> RunResult:
         """Tell torch how to go on after the end of this machine's ranks."""
-        self.outcome = outcome
-        if outcome.exit_code in (EXIT_DONE, EXIT_RESUMABLE):
+        self.exit_code = code
+        if code in (EXIT_DONE, EXIT_RESUMABLE):
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=values)
-        self._failed, ended_at = True, time.time()
+        self._failed = True
         events = jsonl.read(self._directory.events, self._offset)
-        reason, step = failure_reason(events, outcome.reason), newest_step(self._directory)
+        reason, step = failure_reason(events, how), newest_step(self._directory)
         if not self._several:
-            failure = {"time": ended_at, "exit_code": outcome.exit_code, "reason": reason}
-            EventLog(self._directory.events).write("failure", **failure)
+            self._write("failure", exit_code=code, reason=reason)
         most = worker_group.spec.max_restarts
         if step > self._newest:
             self._newest, self._remaining_restarts = step, most
         attempt = most - self._remaining_restarts + 1
-        ends = self._signals.stop_requested or outcome.exit_code in USER_CODES
+        ends = self._signals.stop_requested or code in USER_CODES
         if ends or not most or not_retryable(events):
             self._remaining_restarts = 0
         elif attempt > most:
@@ -308,25 +298,13 @@ class Agent(SimpleElasticAgent):
                 f"the last time {reason}"
             )
         else:
-            longest_s = 0.0 if self._several else LONGEST_PAUSE_S
-            pause_s = min(2.0 ** min(attempt - 1, 10), longest_s)
-            wait = "" if self._several else f", in {pause_s:g} s"
-            tell(f"restart {attempt} of {most} from step {step}{wait}: {reason}")
-            # From `ended_at` on, the time belongs to the restart, including the pause.
-            fields = {"attempt": attempt, "reason": reason, "from_step": step}
-            self._restart = {"time": ended_at, **fields}
-            self._pause(pause_s, step)
+            tell(f"restart {attempt} of {most} from step {step}: {reason}")
+            if not self._several:  # where there are several, rank 0 writes it
+                self._write("restart", attempt=attempt, reason=reason, from_step=step)
         return RunResult(WorkerState.FAILED)
 
-    def _pause(self, seconds: float, step: int) -> None:
-        """Wait before a restart, which a request to stop cancels."""
-        pause = Deadline()
-        pause.start(seconds)
-        while not (pause.passed or self._signals.stop_requested):
-            time.sleep(POLL_S)
-        if self._signals.stop_requested:
-            self._remaining_restarts = 0
-            self.outcome = stopped_before_restart(step)
+    def _write(self, kind: Literal["failure", "restart"], **fields: Any) -> None:
+        EventLog(self._directory.events).write(kind, **fields)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Before a machine joins, let the ranks save. Kill what is left."""
@@ -348,8 +326,8 @@ class Agent(SimpleElasticAgent):
             self._watch = None
 
 
-def stopped_before_restart(step: int) -> Outcome:
+def _stopped_before_restart(step: int) -> int:
     """Tell that a signal came while no ranks ran. `step`: the newest one that is saved."""
     saved = f"step {step} is saved\n  fix: start the same command again to resume"
     tell(f"dmt: stopped by a signal before a restart; {saved if step else 'nothing was saved'}")
-    return Outcome(EXIT_RESUMABLE if step else EXIT_FAILED)
+    return EXIT_RESUMABLE if step else EXIT_FAILED

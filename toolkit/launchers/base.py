@@ -1,4 +1,4 @@
-"""Common parts of all launchers: the job, the launch specification, its outcome.
+"""Common parts of all launchers: the job and the launch specification.
 
 A launcher's `Starter` defines what would be started (`spec`, printable, without side effects),
 and how it ended (`run`).
@@ -170,16 +170,6 @@ class LaunchSpec:
                 raise not_writable(path, error) from error
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a launch ended."""
-
-    exit_code: int
-    """One of errors.py."""
-    reason: str = ""
-    """Why it failed, in one line."""
-
-
 class Starter(Protocol):
     """Starts the workers of a run on the machines of a cluster."""
 
@@ -191,8 +181,9 @@ class Starter(Protocol):
         """
         ...
 
-    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
-        """Start it, wait, leave no process behind, report why it failed.
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> int:
+        """Start it, wait, leave no process behind, report why it failed. Return the exit
+        code, one of errors.py.
 
         A launcher that hands a job to a scheduler does not wait. The caller has written
         the spec's files and entered `signals`, in the main thread. Each of STOP_SIGNALS
@@ -249,9 +240,9 @@ def worker_env(job: Job) -> dict[str, str]:
     return env
 
 
-def submit(launcher: str, spec: LaunchSpec, fix: str) -> Outcome:
-    """Hand a job to a scheduler's program. Returns when it is accepted or refused. Raises
-    BackendUnavailable if the launcher's program is not on this machine."""
+def submit(launcher: str, spec: LaunchSpec, fix: str) -> int:
+    """Hand a job to a scheduler's program. Returns when it is accepted or refused: EXIT_DONE or
+    EXIT_FAILED. Raises BackendUnavailable if the launcher's program is not on this machine."""
     program = spec.argv[0]
     if which(program) is None:
         raise BackendUnavailable(
@@ -260,7 +251,7 @@ def submit(launcher: str, spec: LaunchSpec, fix: str) -> Outcome:
     done = subprocess.run(spec.argv, env=spec.process_env(0), check=False)
     if done.returncode:
         tell(f"error: {program} ended with code {done.returncode}; its message is above")
-    return Outcome(EXIT_FAILED if done.returncode else EXIT_DONE)
+    return EXIT_FAILED if done.returncode else EXIT_DONE
 
 
 def check_loopback() -> None:

@@ -24,7 +24,7 @@ from toolkit.run.announce import show_plan, show_run_directory
 from toolkit.run.assignment import Assignment, check_local_files, decide, write
 from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes
 from toolkit.run.events import EventLog
-from toolkit.text.terminal import lost_output, tell
+from toolkit.text.terminal import tell
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def launch_recipe(
             refuse_other_run(run, assignment.recipe)
         spec.write_files()
         with StopSignals() as signals:
-            code = starter(name).run(spec, signals).exit_code
+            code = starter(name).run(spec, signals)
     command = spec.printable()
     result = LaunchResult(assignment.run_dir, assignment.plan, command, code)
     if check and code != EXIT_DONE:
@@ -116,10 +116,7 @@ def _prepare(assignment: Assignment, origin: Origin) -> None:
     assignment.prepare(tell)
     run = write(assignment, origin.command)
     show_run_directory(run)
-    events = EventLog(run.events)
-    events.write("launch", time=origin.started)
+    EventLog(run.events).write("launch", time=origin.started)
     section = assignment.recipe
     ranks = f"{section.cluster.world_size} ranks ({section.launch.launcher})"
     tell(f"starting {ranks}: loading the libraries")
-    for lost in lost_output():  # the ranks inherit what is left of it
-        events.write("warning", source="output", message=lost)

@@ -12,7 +12,6 @@ from toolkit.launchers.base import (
     Job,
     LaunchSpec,
     Meeting,
-    Outcome,
     check_loopback,
     free_port,
     worker_env,
@@ -58,7 +57,7 @@ class LocalStarter:
             meeting=Meeting(f"{LOOPBACK}:0", job.name, job.launch.max_restarts),
         )
 
-    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> int:
         """Start all ranks and wait for them. See Starter. Raises as `check_loopback` does."""
         assert spec.meeting is not None, "as `spec` states it"
         if not spec.meeting.several:

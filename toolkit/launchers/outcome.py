@@ -12,7 +12,6 @@ from toolkit.errors import (
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
 )
-from toolkit.launchers.base import Outcome
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST, cause_in, cause_of, hang_of
@@ -43,8 +42,8 @@ class RankExit:
         return f"rank {self.rank} was killed by {name}"
 
 
-def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outcome:
-    """Name the failed rank and show the end of its log.
+def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> tuple[int, str]:
+    """Name the failed rank and show the end of its log. Return exit code and reason.
 
     Rank 0 has the terminal, so its output is not printed again. `offset` is where the events of
     this launch begin. `seen` holds the ranks that were seen to fail first. A rank that failed
@@ -57,7 +56,7 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> Outc
     causes.sort(key=lambda rank: rank.code == -SIGABRT)
     failed = causes[0] if causes else _first_failure(events) or seen[0]
     code = failed.code if failed.code in USER_CODES else EXIT_FAILED
-    outcome = Outcome(code, failed.describe())
+    outcome = code, failed.describe()
     if failed.rank == 0 and (failed.code in USER_CODES or _told(events, failed)):
         return outcome
     log = RunDirectory(run_dir).rank_log(failed.rank)

@@ -10,7 +10,7 @@ from signal import SIGKILL, SIGTERM
 from typing import TextIO
 
 from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE
-from toolkit.launchers.base import LaunchSpec, Outcome
+from toolkit.launchers.base import LaunchSpec
 from toolkit.launchers.outcome import USER_CODES, RankExit, report_failure
 from toolkit.launchers.process import (
     FAILED_GRACE_S,
@@ -143,15 +143,16 @@ class RankWatch(RankProcesses):
         self._stopping = True
         self.signal(SIGTERM)
 
-    def outcome(self) -> Outcome:
-        """How the ranks, which have all ended, did so. A failure is printed."""
+    def outcome(self) -> tuple[int, str]:
+        """Exit code of the ranks, which have all ended, and the reason of a failure, which is
+        printed."""
         if self._saved:
-            return Outcome(EXIT_RESUMABLE)
+            return EXIT_RESUMABLE, ""
         self._note_failure()
         self.finish_logs()
         codes = self.codes()
         if not self._failed:
-            return Outcome(EXIT_DONE if set(codes) == {EXIT_DONE} else EXIT_RESUMABLE)
+            return (EXIT_DONE if set(codes) == {EXIT_DONE} else EXIT_RESUMABLE), ""
         seen, ranks = self._failed, self._spec.ranks
         if not self.killed:  # a large rank may be reaped after those that lost it
             killed = [r for r, code in zip(ranks, codes, strict=True) if code == -SIGKILL]

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
-from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, Outcome, submit
+from toolkit.launchers.base import DMT, PORTS, Job, LaunchSpec, submit
 from toolkit.launchers.process import StopSignals
 from toolkit.system.interpreter import python
 
@@ -39,7 +39,7 @@ class SlurmStarter:
             },
         )
 
-    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> int:
         """Submit. Raises BackendUnavailable without `sbatch`."""
         del signals
         # Slurm does not create the folder of a job's output; the job would fail silently.

@@ -65,7 +65,7 @@ def test_kills_behind_new_checkpoints_are_no_failures_in_a_row(project: Project,
         step: pytest.approx(expected[step], rel=1e-5) for step in expected
     }
     assert {event["attempt"] for event in events(run_dir, "restart")} == {1}
-    assert "restart 1 of 2 from step 2, in 1 s: rank 1 was killed by SIGKILL" in ended.err
+    assert "restart 1 of 2 from step 2: rank 1 was killed by SIGKILL" in ended.err
     assert (run_dir / "export" / "model.safetensors").exists()
     assert ended.err.count(f"run directory {run_dir.name}\n") == 1
     assert ended.err.count(f"export       {run_dir.name}/export\n") == 1

@@ -45,7 +45,7 @@ def launch(run: Path, does: str, grace_s: float) -> int:
     spec = starter.spec(Job(run, ClusterSection(), section, recipe="name: tiny"))
     spec.write_files()
     with StopSignals() as signals:
-        return starter.run(spec, signals).exit_code
+        return starter.run(spec, signals)
 
 
 def start(run: Path, does: str, grace_s: float = 0) -> WarmProcess:

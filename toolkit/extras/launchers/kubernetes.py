@@ -17,7 +17,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.scalarstring import LiteralScalarString
 
 from toolkit.errors import EXIT_RESUMABLE, PlanError
-from toolkit.launchers.base import DMT, Job, LaunchSpec, Outcome, submit
+from toolkit.launchers.base import DMT, Job, LaunchSpec, submit
 from toolkit.launchers.outcome import USER_CODES
 from toolkit.launchers.process import StopSignals
 from toolkit.system.interpreter import SAFE
@@ -65,14 +65,14 @@ class KubernetesStarter:
             files={manifest: text.getvalue()},
         )
 
-    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> int:
         """Submit. Raises BackendUnavailable without `kubectl`."""
         del signals
-        outcome = submit("kubernetes", spec, f"where it is: {shlex.join(spec.argv)}")
-        if outcome.exit_code:
+        code = submit("kubernetes", spec, f"where it is: {shlex.join(spec.argv)}")
+        if code:
             again = shlex.join(("kubectl", "delete", *spec.argv[2:]))
             tell(f"  fix: if the job of an earlier start is in the way: {again}")
-        return outcome
+        return code
 
 
 def _documents(job: Job) -> Iterator[Manifest]:

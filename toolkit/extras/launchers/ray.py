@@ -34,7 +34,6 @@ from toolkit.launchers.base import (
     NODE_ADDRESS,
     Job,
     LaunchSpec,
-    Outcome,
     free_port,
     settings_here,
 )
@@ -81,7 +80,7 @@ class RayStarter:
             files={job.recipe_file: job.recipe},
         )
 
-    def run(self, spec: LaunchSpec, signals: StopSignals) -> Outcome:
+    def run(self, spec: LaunchSpec, signals: StopSignals) -> int:
         """Start the driver and wait. See Starter. A request to stop reaches every machine's
         agent, which gives its ranks `launch.grace_s`."""
         offset, output = events_offset(spec.run_dir), _AgentOutput(RunDirectory(spec.run_dir))
@@ -109,7 +108,7 @@ class RayStarter:
             waited = stopping and not trained
             code = EXIT_RESUMABLE if waited else EXIT_FAILED
             tell(_NOT_TRAINING if waited else f"error: Ray's driver ended: {how}")
-        return Outcome(code)
+        return code
 
 
 @contextmanager
