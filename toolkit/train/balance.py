@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from toolkit.layout import Layout
 from toolkit.plan.estimate import estimate_plan
+from toolkit.train.shared import Worker
 from toolkit.train.split import with_shares
-from toolkit.train.start import Start
 
 PROBE_S = 0.5
 """Seconds of computing at a checkpoint: some periods of a scheduler that limits a process."""
@@ -112,11 +112,11 @@ class Balancer:
     """Measures at checkpoints, reports stragglers and, with `parallel.balance: auto`, moves
     samples. Its methods are collective."""
 
-    def __init__(self, start: Start, width: int) -> None:
+    def __init__(self, worker: Worker, width: int) -> None:
         """`width`: the model's hidden size."""
-        self.start = start
+        self.worker = worker
         self.width = width
-        self._moves = start.recipe.parallel.balance == "auto"
+        self._moves = worker.recipe.parallel.balance == "auto"
         self._last_s = time.monotonic()
         self._found: list[tuple[int, list[float]]] = []
         """The last measurements: the step, and each rank's rate in products per second."""
@@ -125,13 +125,13 @@ class Balancer:
 
     def at_checkpoint(self, step: int) -> list[str]:
         """Measure when due, after `step` steps. Returns, on rank 0, what to tell the user."""
-        start = self.start
-        if start.ranks.world == 1 or not (self._moves or start.together.rank_zero(self._due)):
+        worker = self.worker
+        if worker.ranks.world == 1 or not (self._moves or worker.together.rank_zero(self._due)):
             return []
-        start.marks.begin("measuring the speed of the ranks")
-        mine = measure(self.width, start.ranks.device, start.recipe.training.precision)
-        everyones: list[tuple[float, str]] = [(0.0, "")] * start.ranks.world
-        dist.all_gather_object(everyones, (mine, socket.gethostname()), start.together.group)
+        worker.marks.begin("measuring the speed of the ranks")
+        mine = measure(self.width, worker.ranks.device, worker.recipe.training.precision)
+        everyones: list[tuple[float, str]] = [(0.0, "")] * worker.ranks.world
+        dist.all_gather_object(everyones, (mine, socket.gethostname()), worker.together.group)
         self._last_s = time.monotonic()
         rates = [rate for rate, _ in everyones]
         if any(map(math.isnan, rates)):
@@ -147,7 +147,7 @@ class Balancer:
 
     def _stragglers(self, step: int, hosts: Sequence[str]) -> list[str]:
         """Report ranks that are slow in all measurements, each once until it recovers."""
-        layout, told = self.start.split.layout, []
+        layout, told = self.worker.split.layout, []
         every = [delays_of(rates, layout) for _, rates in self._found]
         delays = dict(enumerate(zip(*every, strict=True)))
         slow = {rank for rank, each in delays.items() if min(each) >= SLOW}
@@ -158,8 +158,8 @@ class Balancer:
                 f"ranks, since step {since} or before"
             )
             told.append(message)
-            if self.start.leads:
-                self.start.events.write(
+            if self.worker.leads:
+                self.worker.events.write(
                     "straggler", step=step, slow_rank=rank, host=hosts[rank],
                     slower=round(ratio, 3), since_step=since, message=message,
                 )  # fmt: skip
@@ -168,22 +168,22 @@ class Balancer:
 
     def _move(self, step: int) -> list[str]:
         """Move samples, if every measurement predicts a gain and the plan that they fit."""
-        start, layout = self.start, self.start.split.layout
+        worker, layout = self.worker, self.worker.split.layout
         measured = [speeds_of(rates, layout) for _, rates in self._found]
         speeds = [statistics.median(each) for each in zip(*measured, strict=True)]
         shares = apportion(speeds, layout.round_samples)
         new = with_shares(layout, shares)
         gains = [seconds(layout, one) / seconds(new, one) for one in measured]
-        if min(gains) < LEAST_GAIN or not start.together.rank_zero(lambda: self._fits(new)):
+        if min(gains) < LEAST_GAIN or not worker.together.rank_zero(lambda: self._fits(new)):
             return []
         self._found = []
-        start.split.change(new, step + AHEAD)
+        worker.split.change(new, step + AHEAD)
         message = (
             f"from step {step + AHEAD + 1} on, micro batches have {[*shares]} samples on the "
             f"data-parallel ranks: predicted to be {statistics.median(gains):.2f} times as fast"
         )
-        if start.leads:
-            start.events.write(
+        if worker.leads:
+            worker.events.write(
                 "balance", step=step, from_step=step + AHEAD, shares=[*shares],
                 gradient_accumulation=new.gradient_accumulation, message=message,
                 speeds=[round(one / max(speeds), 3) for one in speeds],
@@ -192,6 +192,6 @@ class Balancer:
 
     def _fits(self, layout: Layout) -> bool:
         """Whether the largest micro batch of `layout` fits on every device."""
-        plan = self.start.plan
+        plan = self.worker.plan
         largest = replace(plan.layout, micro_batch=layout.micro_batch, shares=())
-        return estimate_plan(self.start.recipe, replace(plan, layout=largest)).fits
+        return estimate_plan(self.worker.recipe, replace(plan, layout=largest)).fits

@@ -27,7 +27,7 @@ from toolkit.train.prefetch import Prefetch
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
 from toolkit.train.reporter import MarkedBatches, Reporter, mean_of
 from toolkit.train.schedule import learning_rate
-from toolkit.train.start import Start
+from toolkit.train.shared import Worker
 from toolkit.train.step_reduction import StepReduction
 
 
@@ -53,7 +53,7 @@ class TrainingRun:
 
     def __init__(
         self,
-        start: Start,
+        worker: Worker,
         engine: Engine,
         batches: GlobalBatches,
         seed: int,
@@ -65,11 +65,11 @@ class TrainingRun:
     ) -> None:
         """`validation`: this rank's validation batches by the title of their source. `reporter`
         is None on every rank but 0. `steps` are those of the whole run."""
-        self.start, self.engine, self.batches, self.seed = start, engine, batches, seed
+        self.worker, self.engine, self.batches, self.seed = worker, engine, batches, seed
         self.validation, self.checkpoints = validation, checkpoints
         self.reporter, self.steps, self.balancer = reporter, steps, balancer
-        self.progress, self.recipe, self.marks = start.progress, start.recipe, start.marks
-        self._objective, self._layout = start.recipe.objective(), start.plan.layout
+        self.progress, self.recipe, self.marks = worker.progress, worker.recipe, worker.marks
+        self._objective, self._layout = worker.recipe.objective(), worker.plan.layout
         self._unlogged: list[StepReport] = []
         """Steps since the last logged one."""
         self._seconds: list[float] = []
@@ -77,8 +77,8 @@ class TrainingRun:
         self._skipping = False
         """Whether the last step was skipped: the weights are those of an earlier step."""
         self._save_due = False
-        if start.ranks.device.type == "cuda":  # building may take longer than training
-            torch.cuda.reset_peak_memory_stats(start.ranks.device)
+        if worker.ranks.device.type == "cuda":  # building may take longer than training
+            torch.cuda.reset_peak_memory_stats(worker.ranks.device)
         self._replicas = ReplicaCheck(engine, self._layout, self.progress.step, self._distrust)
 
     def to_the_end(self, reduction: StepReduction) -> None:
@@ -137,7 +137,7 @@ class TrainingRun:
             coming, data_wait_s = prefetch.take()
             # The one reduction of the loop: it runs while the step does.
             reduction.begin(*self._counts(coming))
-            seed_dropout(self.seed, progress.step, layout.token_rank(self.start.ranks.rank))
+            seed_dropout(self.seed, progress.step, layout.token_rank(self.worker.ranks.rank))
             failpoint("step")
             max_loss = guard.max_loss(progress.recent_losses)
             result = self.engine.train_step(micro_batches, count, rate, max_loss)
@@ -171,7 +171,7 @@ class TrainingRun:
         """This rank's part of the global batch of `step`. Empty after the last step."""
         if step >= self.steps:
             return []
-        layout, rank = self.start.split.at(step), self.start.ranks.rank
+        layout, rank = self.worker.split.at(step), self.worker.ranks.rank
         return self.batches.micro_batches(
             consumed_samples, layout.data_rank(rank), layout.micro_batches
         )
@@ -214,7 +214,7 @@ class TrainingRun:
 
     def _metrics(self, steps: Sequence[StepReport]) -> Metrics:
         """The line of the last of these steps. Collective."""
-        plan, last, result = self.start.plan, steps[-1], steps[-1].result
+        plan, last, result = self.worker.plan, steps[-1], steps[-1].result
         seconds = sum(one.seconds for one in steps)
         sequences = sum(one.sequences for one in steps)
         tokens_per_s = sequences * self.recipe.training.batches.sample_tokens / seconds
@@ -232,7 +232,7 @@ class TrainingRun:
             consumed_samples=self.progress.consumed_samples,
             consumed_tokens=self.progress.consumed_tokens,
             skipped=result.skipped is not None,
-            memory_gib=peak_memory_gib(self.start.ranks.device),
+            memory_gib=peak_memory_gib(self.worker.ranks.device),
             metrics=result.metrics,
         )
 
@@ -267,7 +267,7 @@ class TrainingRun:
         for line in self.balancer.at_checkpoint(step):
             if self.reporter is not None:
                 self.reporter.progress.message(f"step {step}  {line}")
-        self.checkpoints.layout = self.start.split.layout
+        self.checkpoints.layout = self.worker.split.layout
 
     def _finish_saving(self) -> None:
         self.marks.begin("waiting until the last save is written")
@@ -295,7 +295,7 @@ class TrainingRun:
         loss = mean_of([*results.values()]).loss
         if self.recipe.follows_validation:
             # Groups of ranks may sum in another order, and one would end the run alone.
-            loss = self.start.together.rank_zero(lambda: loss)
+            loss = self.worker.together.rank_zero(lambda: loss)
         self._remember(loss)
         if self.reporter is not None:
             self.reporter.validated(progress.step, results, time.perf_counter() - started)
@@ -315,14 +315,14 @@ class TrainingRun:
         """Do the validation that a stop left out, and complete the checkpoint of that step."""
         before = self.progress.validation
         self.evaluate()
-        if self.progress.validation != before and self.start.leads:
+        if self.progress.validation != before and self.worker.leads:
             self.checkpoints.add_validation(self.progress)
 
     def compare(self) -> None:
         """Write the plan's prediction next to what was measured. Collective."""
         if not self._seconds:
             return  # resumed at the end: there was nothing left to train
-        device, counted = self.start.ranks.device, self._seconds[1:] or self._seconds
+        device, counted = self.worker.ranks.device, self._seconds[1:] or self._seconds
         measured = RunMeasurement(
             step_time_s=statistics.median(counted),
             steps=len(counted),
@@ -331,5 +331,5 @@ class TrainingRun:
             **beyond_allocated(device),
         )
         if self.reporter is not None:
-            fields = event_fields(self.start.assignment.prediction, measured)
+            fields = event_fields(self.worker.assignment.prediction, measured)
             self.reporter.events.write("prediction", step=self.progress.step, **fields)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from os import environ
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -35,9 +35,7 @@ from toolkit.recipe.schema import OuterSection
 from toolkit.system.install import optional
 from toolkit.text.terminal import tell
 from toolkit.train.all_ranks import PREPARATION_TIMEOUT
-
-if TYPE_CHECKING:
-    from toolkit.train.start import Start
+from toolkit.train.shared import Worker
 
 _PATIENCE_S = 300.0
 """Time that a replica waits at its start for all others, if none of them trains already."""
@@ -93,10 +91,10 @@ class OuterEngine:
     trains, and the weights are those of that round plus what the update has changed.
     """
 
-    def __init__(self, engine: Engine, start: "Start", steps: int) -> None:
-        settings = start.recipe.parallel.outer
+    def __init__(self, engine: Engine, worker: Worker, steps: int) -> None:
+        settings = worker.recipe.parallel.outer
         assert settings is not None
-        self._engine, self._start, self._last = engine, start, steps
+        self._engine, self._worker, self._last = engine, worker, steps
         self._settings, (self._replica, lighthouse) = settings, place(settings)
         self._delayed = settings.overlap == "delayed"
         self._step = 0
@@ -112,7 +110,7 @@ class OuterEngine:
         self._healed = self._moved = False
         """Whether the last meeting gave this replica the state of another one, and whether it
         has changed the anchor."""
-        start.marks.begin("meeting the other replicas")
+        worker.marks.begin("meeting the other replicas")
         self._manager = self._meet(lighthouse)
 
     def __getattr__(self, name: str) -> Any:
@@ -123,7 +121,7 @@ class OuterEngine:
         torchft = optional("torchft", "outer", "parallel.outer: torchft", ", or remove it")
         # A lost replica is an event, no traceback.
         logging.getLogger("torchft").setLevel(logging.CRITICAL)
-        ranks, together = self._start.ranks, self._start.together
+        ranks, together = self._worker.ranks, self._worker.together
         near = urlsplit(lighthouse).hostname in ("localhost", "127.0.0.1", "::1")
         host = "localhost" if near else socket.gethostname()
         self._store = (
@@ -132,7 +130,7 @@ class OuterEngine:
             else None
         )
         port = together.rank_zero(lambda: self._store.port if self._store else 0)
-        limit = timedelta(seconds=self._start.recipe.launch.hang_timeout_s / 2)
+        limit = timedelta(seconds=self._worker.recipe.launch.hang_timeout_s / 2)
 
         def manager() -> Any:
             try:
@@ -166,13 +164,13 @@ class OuterEngine:
         return filter(self._exchanges, self._engine.state())
 
     def _exchanges(self, shard: StateShard) -> bool:
-        recipe, tensors = self._start.recipe, {block.tensor for block in shard.blocks}
+        recipe, tensors = self._worker.recipe, {block.tensor for block in shard.blocks}
         frozen = tensors <= matching(recipe.model.freeze, tensors)
         return bool(tensors) and (shard.trains if recipe.adapter is not None else not frozen)
 
     def _fingerprint(self) -> int:
         """A number that is equal on ranks that may exchange weights."""
-        recipe, outer = self._start.recipe, self._settings
+        recipe, outer = self._worker.recipe, self._settings
         stated = [
             repr([shard.blocks for shard in self._shards()]),
             (outer.replicas, outer.every_steps, outer.learning_rate, outer.momentum),
@@ -207,24 +205,24 @@ class OuterEngine:
         A replica that is behind takes their anchor and step. One that had stopped before an
         exchange does it now.
         """
-        start, progress = self._start, self._start.progress
+        worker, progress = self._worker, self._worker.progress
         self._step, until = progress.step, time.monotonic() + _PATIENCE_S
         while True:
             done = self._begin(sends=False) and self._finish()
-            if start.stop.agreed:
+            if worker.stop.agreed:
                 raise Stopped("stopped while waiting for other replicas", fix=_AGAIN)
             others, alone = self._manager.num_participants(), not (self._moved or self._healed)
-            patient = start.together.rank_zero(lambda: time.monotonic() < until)
+            patient = worker.together.rank_zero(lambda: time.monotonic() < until)
             if done and not (alone and patient and others < self._settings.replicas):
                 break
             time.sleep(0.2)
-        if start.leads:
-            start.events.write("outer", step=self._step, joined=self._replica)
+        if worker.leads:
+            worker.events.write("outer", step=self._step, joined=self._replica)
         if self._step > progress.step:
             self._skip(self._step - progress.step)
         elif alone and self._step % self._settings.every_steps == 0 and self._owes():
             self._exchange()
-            if start.stop.agreed:
+            if worker.stop.agreed:
                 message = (
                     f"stopped at step {self._step}, before an exchange with other replicas"
                 )
@@ -237,7 +235,7 @@ class OuterEngine:
         alike. Of two that are not alike, one is to take the other's state, and refuses."""
         hashes = [xxh3_64_intdigest(anchor.numpy().data) for anchor in self._anchors]
         found = torch.tensor((self._alike + sum(hashes)) % _HASHES)
-        dist.all_reduce(found, group=self._start.together.group)
+        dist.all_reduce(found, group=self._worker.together.group)
         return self._step * _HASHES + int(found) % _HASHES
 
     def _owes(self) -> bool:
@@ -249,22 +247,22 @@ class OuterEngine:
     def _most(self, flags: Sequence[bool]) -> list[int]:
         """Which flags are set on any rank of this replica. Collective."""
         found = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._start.together.group)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._worker.together.group)
         return found.tolist()
 
     def _skip(self, steps: int) -> None:
         """Continue at the step of the other replicas."""
         progress, samples = (
-            self._start.progress,
-            steps * self._start.recipe.training.global_batch_size,
+            self._worker.progress,
+            steps * self._worker.recipe.training.global_batch_size,
         )
         message = (
             f"replica {self._replica} continues at step {self._step} with the weights of the "
             f"others: the {samples} samples of its last {steps} steps are not trained"
         )
-        if self._start.leads:
+        if self._worker.leads:
             tell(f"parallel.outer: {message}")
-            self._start.events.write(
+            self._worker.events.write(
                 "warning", source="outer", step=self._step, message=message
             )
         progress.step, progress.consumed_tokens = self._step, None
@@ -287,10 +285,10 @@ class OuterEngine:
     def _exchange(self) -> None:
         """End a round. A stop while others are waited for leaves the exchange to the next
         start, after a save."""
-        began, start, ends = time.monotonic(), self._start, self._step == self._last
+        began, worker, ends = time.monotonic(), self._worker, self._step == self._last
         if self._works:
             self._finish()  # if it has failed, the next one sends its changes, too
-        while not start.stop.agreed and self._begin(sends=True):
+        while not worker.stop.agreed and self._begin(sends=True):
             if self._healed:
                 raise RunFailed(
                     f"the other replicas have continued without this one at step {self._step}",
@@ -299,12 +297,12 @@ class OuterEngine:
                 )
             if (self._delayed and not ends) or self._finish():
                 break
-        if start.stop.agreed and ends:
+        if worker.stop.agreed and ends:
             raise Stopped("stopped before the last exchange with other replicas", fix=_AGAIN)
-        if start.leads and not start.stop.agreed:  # torchft would wait until others are lost
+        if worker.leads and not worker.stop.agreed:  # torchft would wait until others are lost
             seconds = round(time.monotonic() - began, 3)
             replicas = self._manager.num_participants()
-            start.events.write("outer", step=self._step, seconds=seconds, replicas=replicas)
+            worker.events.write("outer", step=self._step, seconds=seconds, replicas=replicas)
 
     def _begin(self, *, sends: bool) -> bool:
         """Meet the others, and send what the weights have changed since the anchor, if this
@@ -335,14 +333,14 @@ class OuterEngine:
         waiting = self._thread.submit(call)
         while True:
             wait([waiting], _MARK_S)
-            waits, stops = self._most([not waiting.done(), self._start.stop.stop_requested])
+            waits, stops = self._most([not waiting.done(), self._worker.stop.stop_requested])
             if not waits:
                 _torchft(waiting.result)
                 return True
             if stops:
-                self._start.stop.agreed = True
+                self._worker.stop.agreed = True
                 return False
-            self._start.marks.begin(doing, step=self._step)
+            self._worker.marks.begin(doing, step=self._step)
 
     def _finish(self) -> bool:
         """Wait for the exchange, move the anchor, and the weights by as much. False: a replica

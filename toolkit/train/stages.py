@@ -1,4 +1,4 @@
-"""The stages of a rank's work: data, checkpoint, reference, engine, resume, train, export."""
+"""A rank's work in stages: data, checkpoint, reference, engine, resume, train, export."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,9 +18,7 @@ from toolkit.engines.distributed import limit_collectives
 from toolkit.engines.setup import EngineSetup
 from toolkit.intake.checks import steps_with
 from toolkit.models import huggingface as hf
-from toolkit.models.adapters.weights import AdaptedWeights
 from toolkit.models.families import model_spec
-from toolkit.models.weights import RandomWeights, WeightSource
 from toolkit.objectives.preference import REFERENCE
 from toolkit.run import jsonl
 from toolkit.run.assignment import elastic_restarts
@@ -35,231 +33,202 @@ from toolkit.train.loop import TrainingRun
 from toolkit.train.outer import OuterEngine, ReplicaOrder, place
 from toolkit.train.reference import RunReference
 from toolkit.train.reporter import TRACKER_GRACE_S, Reporter
-from toolkit.train.start import Start
+from toolkit.train.shared import Worker
 from toolkit.train.step_reduction import StepReduction
-from toolkit.train.watchdog import BUILDING, CountedWeights, collective_limit
+from toolkit.train.watchdog import CountedWeights, collective_limit
 
 
-def work(start: Start) -> None:
-    """Train from the newest checkpoint, or from the start, to the export."""
-    config, data, steps = _read_data(start)
-    checkpoints = _checkpoints(start, config, data)
-    found = start.together.run(lambda: checkpoints.find(config, start.marks))
-    if found and start.together.rank_zero(lambda: checkpoints.have_ended(found, steps)):
-        start.progress.continue_at(found.manifest)
-        _watch(start, steps, checkpoints)
-        _close(start, checkpoints, None)
-    else:
-        reference = _reference(start, config, data, steps, checkpoints, found)
-        engine = _engine(start, config, checkpoints)
-        if start.recipe.parallel.outer is not None:
-            engine = cast(Engine, OuterEngine(engine, start, steps))
+class Stages(Worker):
+    """A worker with the stages of its work."""
+
+    config: PretrainedConfig
+    """The model's config."""
+    data: TrainingData
+    steps: int
+    """Steps of the whole run."""
+    checkpoints: RunCheckpoints
+
+    def work(self) -> None:
+        """Train from the newest checkpoint, or from the start, to the export."""
+        self._read_data()
+        config, checkpoints = self.config, self.checkpoints
+        found = self.together.run(lambda: checkpoints.find(config, self.marks))
+        if found and self.together.rank_zero(lambda: checkpoints.have_ended(found, self.steps)):
+            self.progress.continue_at(found.manifest)
+            self._watch()
+            self._close(None)
+            return
+        reference = self._reference(found)
+        engine = self._engine()
+        if self.recipe.parallel.outer is not None:
+            engine = cast(Engine, OuterEngine(engine, self, self.steps))
         if reference is not None:
-            reference.compute(engine, start.plan.layout, start.marks)
+            reference.compute(engine, self.plan.layout, self.marks)
         if found is not None:
-            _resume(start, checkpoints, engine, found)
-            if start.recipe.parallel.balance == "auto":
-                unit = start.recipe.training.batch_unit
-                start.split.resume(found.manifest.layout, unit)
-                checkpoints.layout = start.split.layout
+            self.together.run(lambda: checkpoints.load(engine, found, self.marks))
+            self.progress.continue_at(found.manifest)
+            if self.recipe.parallel.balance == "auto":
+                self.split.resume(found.manifest.layout, self.recipe.training.batch_unit)
+                checkpoints.layout = self.split.layout
         if isinstance(engine, OuterEngine):
             engine.join()
-        reporter = _watch(start, steps, checkpoints)
-        samples = reference or data
+        reporter = self._watch()
+        samples = reference or self.data
         validation = {
-            name: _validation_batches(start, held_out)
+            name: self._validation_batches(held_out)
             for name, held_out in samples.validation.items()
         }
-        batches, seed = _batches(start, samples.train, data)
-        balancer = Balancer(start, model_spec(config.to_dict()).hidden)
+        batches, seed = self._batches(samples.train)
+        balancer = Balancer(self, model_spec(config.to_dict()).hidden)
         run = TrainingRun(
-            start, engine, batches, seed, validation, checkpoints, reporter, steps, balancer
+            self, engine, batches, seed, validation, checkpoints, reporter, self.steps, balancer
         )
-        run.to_the_end(StepReduction(start.stop, start.together.group))
-        _close(start, checkpoints, engine)
+        run.to_the_end(StepReduction(self.stop, self.together.group))
+        self._close(engine)
 
-
-def _read_data(start: Start) -> tuple[PretrainedConfig, TrainingData, int]:
-    """The model's config, the data, and the steps of the whole run."""
-    recipe, together = start.recipe, start.together
-    outer = recipe.parallel.outer
-    together.run(lambda: None if outer is None else place(outer))
-    start.marks.begin("reading the data")
-    config = together.run(lambda: hf.build_config(recipe.model))
-    data = together.leaders_first(
-        lambda: build_data(recipe.data, recipe.training, config.vocab_size, start.marks.track)
-    )
-    take_ends(config, recipe, data)
-    steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch))
-    if start.leads:
-        for note in data.notes(steps):
-            tell(note)
-    return config, data, steps
-
-
-def _checkpoints(start: Start, config: PretrainedConfig, data: TrainingData) -> RunCheckpoints:
-    companions = {}
-    if start.leads:
-        companions = companion_files(start.recipe, start.directory, config, data)
-    group = start.together.group
-    return RunCheckpoints(start.assignment, start.ranks.rank, data, companions, group)
-
-
-def _reference(
-    start: Start,
-    config: PretrainedConfig,
-    data: TrainingData,
-    steps: int,
-    checkpoints: RunCheckpoints,
-    found: ResumePoint | None,
-) -> RunReference | None:
-    """The reference model's log-probabilities, if the objective reads them.
-
-    The engine of a run that resumes does not have the weights of the reference: what is missing
-    then is computed by an engine with the run's initial ones.
-    """
-    if REFERENCE not in start.recipe.objective().reads:
-        return None
-    note, resumed = start.directory.reference, found is not None
-    reference = RunReference(
-        start.recipe, config, data, note, start.together, steps=steps, resumed=resumed
-    )
-    if resumed and reference.missing:
-        start.together.rank_zero(reference.check_weights)
-        engine = _engine(start, config, checkpoints, first=True)
-        reference.compute(engine, start.plan.layout, start.marks)
-        engine.close()
-    return reference
-
-
-def _engine(
-    start: Start, config: PretrainedConfig, checkpoints: RunCheckpoints, *, first: bool = False
-) -> Engine:
-    """The engine with its initial weights: the saved ones if the run resumes, unless the run's
-    `first` ones are requested."""
-    together, assignment = start.together, start.assignment
-    start.marks.begin("building operators")
-    together.leaders_first(lambda: assignment.prepare(tell))
-    start.marks.begin(BUILDING)
-    weights = together.run(lambda: _counted_weights(start, config, checkpoints, first=first))
-    start.marks.begin(BUILDING)
-    setup = together.run(
-        lambda: EngineSetup.of(
-            start.recipe, start.plan, assignment.engine_config, start.ranks, config, weights
+    def _read_data(self) -> None:
+        """Read config and data, and look at the checkpoints."""
+        recipe, together, outer = self.recipe, self.together, self.recipe.parallel.outer
+        together.run(lambda: None if outer is None else place(outer))
+        self.marks.begin("reading the data")
+        self.config = config = together.run(lambda: hf.build_config(recipe.model))
+        training, track = recipe.training, self.marks.track
+        self.data = data = together.leaders_first(
+            lambda: build_data(recipe.data, training, config.vocab_size, track)
         )
-    )
-    return build_engine(start.plan.engine, setup)
+        take_ends(config, recipe, data)
+        self.steps = together.run(lambda: steps_with(recipe, data.samples_per_epoch))
+        companions = {}
+        if self.leads:
+            for note in data.notes(self.steps):
+                tell(note)
+            companions = companion_files(recipe, self.directory, config, data)
+        self.checkpoints = RunCheckpoints(
+            self.assignment, self.ranks.rank, data, companions, together.group
+        )
 
+    def _reference(self, found: ResumePoint | None) -> RunReference | None:
+        """The reference model's log-probabilities, if the objective reads them.
 
-def _counted_weights(
-    start: Start, config: PretrainedConfig, checkpoints: RunCheckpoints, *, first: bool
-) -> WeightSource:
-    source = checkpoints.weights(config, start.marks, first=first)
-    base = source.base if isinstance(source, AdaptedWeights) else source
-    drawn = isinstance(base, RandomWeights)
-    doing = "drawing the weights" if drawn else "loading the weights"
-    return CountedWeights(source, doing, start.plan.layout, start.marks)
+        The engine of a run that resumes does not have the weights of the reference: what is
+        missing then is computed by an engine with the run's initial ones.
+        """
+        if REFERENCE not in self.recipe.objective().reads:
+            return None
+        reference = RunReference(
+            self.recipe, self.config, self.data, self.directory.reference, self.together,
+            steps=self.steps, resumed=found is not None,
+        )  # fmt: skip
+        if found is not None and reference.missing:
+            self.together.rank_zero(reference.check_weights)
+            engine = self._engine(first=True)
+            reference.compute(engine, self.plan.layout, self.marks)
+            engine.close()
+        return reference
 
+    def _engine(self, *, first: bool = False) -> Engine:
+        """The engine with its initial weights: the saved ones if the run resumes, unless the
+        run's `first` ones are requested."""
+        together, marks = self.together, self.marks
+        marks.begin("building operators")
+        together.leaders_first(lambda: self.assignment.prepare(tell))
+        marks.begin("finding the weights")
+        weights = together.run(
+            lambda: self.checkpoints.weights(self.config, marks, first=first)
+        )
+        counted = CountedWeights(weights, marks.begin("building the model"))
+        engine_config = self.assignment.engine_config
+        setup = together.run(
+            lambda: EngineSetup.of(
+                self.recipe, self.plan, engine_config, self.ranks, self.config, counted
+            )
+        )
+        return build_engine(self.plan.engine, setup)
 
-def _resume(
-    start: Start, checkpoints: RunCheckpoints, engine: Engine, found: ResumePoint
-) -> None:
-    """Load optimizer states and progress."""
-    start.together.run(lambda: checkpoints.load(engine, found, start.marks))
-    start.progress.continue_at(found.manifest)
+    def _watch(self) -> Reporter | None:
+        """The Reporter of rank 0, None on the others. From here on, signals save before they
+        stop the run, and steps have a time limit."""
+        self.at_end.enter_context(self.stop)
+        reporter = self._reporter() if self.leads else None
+        self.marks.at_step(self.progress.step)
+        limit = collective_limit(self.recipe.launch.hang_timeout_s)
+        limit_collectives(limit, but=self.together.group)
+        return reporter
 
-
-def _watch(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter | None:
-    """The Reporter of rank 0, None on the others. From here on, signals save before they stop
-    the run, and steps have a time limit."""
-    start.at_end.enter_context(start.stop)
-    reporter = _reporter(start, steps, checkpoints) if start.leads else None
-    start.marks.at_step(start.progress.step)
-    limit = collective_limit(start.recipe.launch.hang_timeout_s)
-    limit_collectives(limit, but=start.together.group)
-    return reporter
-
-
-def _reporter(start: Start, steps: int, checkpoints: RunCheckpoints) -> Reporter:
-    step, marks, events = start.progress.step, start.marks, start.events
-    seconds = round(process_age_s(), 3)
-    if attempt := elastic_restarts():
+    def _reporter(self) -> Reporter:
+        step, marks, events = self.progress.step, self.marks, self.events
+        seconds = round(process_age_s(), 3)
+        if attempt := elastic_restarts():
+            events.write(
+                "restart",
+                time=time.time() - seconds,
+                attempt=attempt,
+                reason="the launcher started all ranks again",
+                from_step=step,
+            )
+            self._report_resize()
+        marks.hide()
+        if step < self.steps:
+            tell(marks.summary())
         events.write(
-            "restart",
-            time=time.time() - seconds,
-            attempt=attempt,
-            reason="the launcher started all ranks again",
-            from_step=step,
+            "start",
+            step=step,
+            world=self.ranks.world,
+            engine=self.plan.engine,
+            seconds=seconds,
+            phases={doing: round(s, 3) for doing, s in marks.seconds.items()},
         )
-        _report_resize(start)
-    marks.hide()
-    if step < steps:
-        tell(marks.summary())
-    events.write(
-        "start",
-        step=step,
-        world=start.ranks.world,
-        engine=start.plan.engine,
-        seconds=seconds,
-        phases={doing: round(s, 3) for doing, s in marks.seconds.items()},
-    )
-    if checkpoints.load_s is not None:
-        events.write("load", step=step, seconds=round(checkpoints.load_s, 3))
-    bar = ProgressReport(steps, step, marks.console)
-    reporter = Reporter(start.directory, start.recipe, events, step, bar)
-    start.at_end.callback(reporter.trackers.finish, TRACKER_GRACE_S)
-    return reporter
+        if (load_s := self.checkpoints.load_s) is not None:
+            events.write("load", step=step, seconds=round(load_s, 3))
+        bar = ProgressReport(self.steps, step, marks.console)
+        reporter = Reporter(self.directory, self.recipe, events, step, bar)
+        self.at_end.callback(reporter.trackers.finish, TRACKER_GRACE_S)
+        return reporter
 
+    def _report_resize(self) -> None:
+        """Write how many ranks there were before the agents met again, if `launch.elastic`, and
+        how long ago a step was logged."""
+        events = jsonl.read(self.directory.events)
+        before = next((one for one in reversed(events) if one.get("kind") == "start"), None)
+        if self.recipe.launch.elastic is None or before is None:
+            return
+        idle_s = None
+        with suppress(OSError):
+            idle_s = round(time.time() - self.directory.metrics.stat().st_mtime, 3)
+        ranks = {"from": before.get("world"), "to": self.ranks.world}
+        self.events.write("resize", step=self.progress.step, **ranks, idle_s=idle_s)
 
-def _report_resize(start: Start) -> None:
-    """Write how many ranks there were before the agents met again, if `launch.elastic`, and how
-    long ago a step was logged."""
-    events = jsonl.read(start.directory.events)
-    before = next((one for one in reversed(events) if one.get("kind") == "start"), None)
-    if start.recipe.launch.elastic is None or before is None:
-        return
-    idle_s = None
-    with suppress(OSError):
-        idle_s = round(time.time() - start.directory.metrics.stat().st_mtime, 3)
-    ranks = {"from": before.get("world"), "to": start.ranks.world}
-    start.events.write("resize", step=start.progress.step, **ranks, idle_s=idle_s)
+    def _validation_batches(self, validation: Samples) -> Callable[[], Sequence[MicroBatch]]:
+        """This rank's validation batches, built on request."""
+        recipe = self.recipe
+        return lambda: evaluation_batches(
+            validation,
+            recipe.training.global_batch_size,
+            recipe.evaluation.batches,
+            self.plan.layout.data_rank(self.ranks.rank),
+            self.split.layout.micro_batches,
+        )
 
+    def _batches(self, samples: Samples) -> tuple[GlobalBatches, int]:
+        """The global batches of all steps, and the seed of the other random numbers."""
+        training, outer = self.recipe.training, self.recipe.parallel.outer
+        order, seed = self.data.order, training.seed
+        if outer is not None:
+            replica, _ = place(outer)
+            order = ReplicaOrder(order, outer.replicas, replica)
+            seed += replica << 64  # other random numbers on each replica
+        return GlobalBatches(samples, order, training.batches), seed
 
-def _validation_batches(
-    start: Start, validation: Samples
-) -> Callable[[], Sequence[MicroBatch]]:
-    """This rank's validation batches, built on request."""
-    recipe, layout = start.recipe, start.plan.layout
-    return lambda: evaluation_batches(
-        validation,
-        recipe.training.global_batch_size,
-        recipe.evaluation.batches,
-        layout.data_rank(start.ranks.rank),
-        start.split.layout.micro_batches,
-    )
+    def _close(self, engine: Engine | None) -> None:
+        """Close what writes checkpoints, and export one."""
+        self.marks.show()
+        self.marks.begin("closing")
+        self.checkpoints.close()
+        if engine is not None:
+            engine.close()
+        if self.recipe.checkpoint.export:
+            self.together.rank_zero(self._export)
 
-
-def _batches(start: Start, samples: Samples, data: TrainingData) -> tuple[GlobalBatches, int]:
-    """The global batches of all steps, and the seed of the other random numbers."""
-    order, seed, outer = data.order, start.recipe.training.seed, start.recipe.parallel.outer
-    if outer is not None:
-        replica, _ = place(outer)
-        order = ReplicaOrder(order, outer.replicas, replica)
-        seed += replica << 64  # other random numbers on each replica
-    return GlobalBatches(samples, order, start.recipe.training.batches), seed
-
-
-def _close(start: Start, checkpoints: RunCheckpoints, engine: Engine | None) -> None:
-    """Close what writes checkpoints, and export one."""
-    start.marks.show()
-    start.marks.begin("closing")
-    checkpoints.close()
-    if engine is not None:
-        engine.close()
-    if start.recipe.checkpoint.export:
-        start.together.rank_zero(lambda: _export(start, checkpoints))
-
-
-def _export(start: Start, checkpoints: RunCheckpoints) -> None:
-    step = checkpoints.exported_step(start.progress.step)
-    export_last(start.directory, step, start.marks)
+    def _export(self) -> None:
+        step = self.checkpoints.exported_step(self.progress.step)
+        export_last(self.directory, step, self.marks)

@@ -2,8 +2,8 @@
 
 `train_run_directory` continues from a run directory that `dmt launch` wrote. `train_recipe` is
 for launchers that start the worker themselves: rank 0 plans, writes the run directory and
-broadcasts recipe and plan, so that no shared disk is needed. Their work is `stages.work`. Here
-is what surrounds it: the assignment, and what every outcome becomes.
+broadcasts recipe and plan, so that no shared disk is needed. `stages.Stages` does the work.
+Here is what surrounds it: the assignment, and what every outcome becomes.
 """
 
 import logging
@@ -33,8 +33,8 @@ from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import survive_lost_output, tell
 from toolkit.train.all_ranks import AllRanks, PeerFailed
 from toolkit.train.gpu_memory import out_of_memory
-from toolkit.train.stages import work
-from toolkit.train.start import Start
+from toolkit.train.shared import Worker
+from toolkit.train.stages import Stages
 from toolkit.train.watchdog import FLIGHT_RECORDER, WAITING, Marks
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
     logging.captureWarnings(True)
     # Until training starts there is nothing to save: Ctrl-C ends the process at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    start: Start | None = None
+    worker: Stages | None = None
     try:
         with Marks(rank_here()) as marks:
             marks.begin(WAITING)
@@ -81,37 +81,37 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
             directory = RunDirectory(assignment.run_dir)
             together.rank_zero(lambda: claim(directory))
             setup_rank_logging(directory, ranks.rank)
-            start = Start.of(assignment, ranks, together, marks)
-            work(start)
-            return _end(start, EXIT_DONE)
+            worker = Stages(assignment, ranks, together, marks)
+            worker.work()
+            return _end(worker, EXIT_DONE)
     except PeerFailed as error:
         # Launchers terminate all ranks at the first exit: the rank with the message exits
         # first.
         time.sleep(PEER_FAILED_PAUSE_S)
         return error.code
     except Stopped as error:
-        assert start is not None, "only training is stopped"
-        if name := start.stop.reason:  # of the ranks that received the request
-            _record(start, "signal", signal=name)
-        if start.leads:
+        assert worker is not None, "only training is stopped"
+        if name := worker.stop.reason:  # of the ranks that received the request
+            _record(worker, "signal", signal=name)
+        if worker.leads:
             tell(f"dmt: {error}")
-        return _end(start, error.exit_code)
+        return _end(worker, error.exit_code)
     except KeyboardInterrupt:
         # Python's normal exit would join the thread of the hanging save.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         tell(f"error: {_INTERRUPTED}")
-        if start is not None:
-            _record(start, "end", exit_code=EXIT_FAILED, error=_INTERRUPTED)
+        if worker is not None:
+            _record(worker, "end", exit_code=EXIT_FAILED, error=_INTERRUPTED)
         return EXIT_FAILED
     except Exception as error:  # noqa: BLE001 - the last resort: every failure is reported
-        error = _explained(error, start)
+        error = _explained(error, worker)
         code, message = _failure(error)
         cause = None
-        if start is not None and message == PEER_LOST:
-            cause = cause_of(start.directory.path, start.events_before)
+        if worker is not None and message == PEER_LOST:
+            cause = cause_of(worker.directory.path, worker.events_before)
         tell(f"error: {cause or message}")
-        if start is not None:
-            _fail(start, error, code, message)
+        if worker is not None:
+            _fail(worker, error, code, message)
         return code
 
 
@@ -138,7 +138,7 @@ def _failure(error: Exception) -> tuple[int, str]:
     return EXIT_FAILED, f"{type(error).__name__}: {error}"
 
 
-def _explained(error: Exception, start: Start | None) -> Exception:
+def _explained(error: Exception, worker: Worker | None) -> Exception:
     """The failure, or an error that says more: which operator is not deterministic, or, if
     memory ran out, where and what held it.
 
@@ -148,37 +148,37 @@ def _explained(error: Exception, start: Start | None) -> Exception:
         return error
     if mistake := deterministic.as_users_mistake(error):
         return mistake
-    doing = start.marks.doing if start is not None else "starting"
-    stepped = start is not None and start.marks.has_stepped
+    doing = worker.marks.doing if worker is not None else "starting"
+    stepped = worker is not None and worker.marks.has_stepped
     explained = out_of_memory(error, doing, retry=stepped)
     if explained is not None:
         logger.error("out of memory", exc_info=error)
     return explained or error
 
 
-def _end(start: Start, code: int) -> int:
+def _end(worker: Worker, code: int) -> int:
     """Record a successful end. No rank exits before rank 0's reports are written."""
-    start.marks.begin("finishing the logs")
+    worker.marks.begin("finishing the logs")
     failpoint("leaving")
-    if start.leads:
-        _record(start, "end", exit_code=code)
-    start.at_end.close()
-    dist.barrier(start.together.group)
+    if worker.leads:
+        _record(worker, "end", exit_code=code)
+    worker.at_end.close()
+    dist.barrier(worker.together.group)
     leave()
-    start.marks.close()
-    start.marks.hide()
-    if start.leads:
-        show_results(start.directory, start.events_before, done=code == EXIT_DONE)
+    worker.marks.close()
+    worker.marks.hide()
+    if worker.leads:
+        show_results(worker.directory, worker.events_before, done=code == EXIT_DONE)
     return code
 
 
-def _fail(start: Start, error: Exception, code: int, message: str) -> None:
+def _fail(worker: Worker, error: Exception, code: int, message: str) -> None:
     """Record this rank's failure, without waiting for ranks that may never arrive."""
     retry = {} if getattr(error, "retry", True) else {"retry": False}
-    _record(start, "end", exit_code=code, error=message, **retry)
-    start.at_end.__exit__(type(error), error, error.__traceback__)
+    _record(worker, "end", exit_code=code, error=message, **retry)
+    worker.at_end.__exit__(type(error), error, error.__traceback__)
 
 
-def _record(start: Start, kind: Literal["signal", "end"], **fields: Any) -> None:
+def _record(worker: Worker, kind: Literal["signal", "end"], **fields: Any) -> None:
     """Write an event of this rank at the current step."""
-    start.events.write(kind, rank=start.ranks.rank, step=start.progress.step, **fields)
+    worker.events.write(kind, rank=worker.ranks.rank, step=worker.progress.step, **fields)
