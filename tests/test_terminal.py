@@ -108,11 +108,10 @@ def test_a_stream_whose_reader_is_gone() -> None:
     with os.fdopen(writer, "w") as plain:
         stream = LossyStream(plain)
         print("read", file=stream, flush=True)  # type: ignore[call-overload]
-        assert (os.read(reader, 99), stream.problem) == (b"read\n", None)
+        assert os.read(reader, 99) == b"read\n"
         os.close(reader)
         for _ in range(2):
             print("lost", file=stream, flush=True)  # type: ignore[call-overload]
-        assert stream.problem == "Broken pipe"
         os.write(writer, b"a library's own line")  # no SIGPIPE, no error
 
 

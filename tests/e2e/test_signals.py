@@ -60,8 +60,6 @@ def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):
     shell = f"set -o pipefail; {argv} 2>/dev/full | true"
     run(["bash", "-c", shell], project.folder, code=0)
     assert checkpoints(run_dir) == [3]
-    (warning,) = [e for e in events(run_dir, "warning") if e["source"] == "output"]
-    assert warning["message"] == "standard error: No space left on device"
 
 
 def test_a_signal_behind_the_last_step_costs_nothing(project: Project):

@@ -33,28 +33,25 @@ def tell(message: str, file: IO[str] | None = None) -> None:
 
 class LossyStream:
     """A text stream whose reader may go away and whose disk may fill: what cannot be written is
-    dropped, and `problem` says why. Everything else is the wrapped stream's."""
+    dropped. Everything else is the wrapped stream's."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
-        self.problem: str | None = None
-        """The first failure. None until there is one."""
 
     def write(self, text: str) -> int:
         try:
             return self._stream.write(text)
-        except OSError as error:
-            self._lose(error)
+        except OSError:
+            self._lose()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
-        except OSError as error:
-            self._lose(error)
+        except OSError:
+            self._lose()
 
-    def _lose(self, error: OSError) -> None:
-        self.problem = self.problem or error.strerror or str(error)
+    def _lose(self) -> None:
         # What is buffered would fail again at every flush and at the process's end. Later
         # lines, of C libraries and child processes too, go where nothing fails.
         with suppress(OSError):
@@ -68,7 +65,7 @@ def survive_lost_output() -> None:
     """From now on, standard output and error that cannot be written are no failure.
 
     For commands that outlive their terminal: `dmt launch … 2>&1 | head`, a killed `tee`, a full
-    log disk. `lost_output` reports it.
+    log disk.
     """
     for number, name in enumerate(("stdout", "stderr"), start=1):
         stream = getattr(sys, name)
@@ -77,13 +74,6 @@ def survive_lost_output() -> None:
             stream = os.fdopen(number, "w", closefd=False)
         if not isinstance(stream, LossyStream):
             setattr(sys, name, LossyStream(stream))
-
-
-def lost_output() -> list[str]:
-    """Which of this process's outputs are lost and why: `standard error: Broken pipe`."""
-    names = {"standard output": sys.stdout, "standard error": sys.stderr}
-    problems = {name: getattr(stream, "problem", None) for name, stream in names.items()}
-    return [f"{name}: {why}" for name, why in problems.items() if why]
 
 
 def _discard(number: int) -> None:

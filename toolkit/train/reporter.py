@@ -12,7 +12,6 @@ from toolkit.run.events import VALIDATION, EventLog
 from toolkit.run.metrics import Metrics, MetricsLog
 from toolkit.run.progress import ProgressReport
 from toolkit.run.tracker_thread import Trackers
-from toolkit.text.terminal import lost_output
 from toolkit.train.progress import Progress
 from toolkit.train.watchdog import Mark
 
@@ -34,17 +33,12 @@ class Reporter:
         self.events = events
         self.metrics = MetricsLog.resume(run.metrics, start, events)
         self.progress = progress
-        self._lost: set[str] = set()
-        """Outputs that cannot be written any more, as events say."""
         self.trackers = Trackers(run, recipe.name, recipe.logging, events)
 
     def log(self, metrics: Metrics) -> None:
         """Write one logged step to all outputs."""
         self.metrics.write(metrics)
         self.progress.logged(metrics)
-        for lost in set(lost_output()) - self._lost:
-            self._lost.add(lost)
-            self.events.write("warning", source="output", step=metrics.step, message=lost)
 
     def skipped(self, step: int, result: StepResult) -> None:
         """Report that a step's update was skipped."""
