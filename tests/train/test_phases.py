@@ -3,18 +3,13 @@
 import io
 import re
 from contextlib import closing
+from types import SimpleNamespace
 
-import pytest
-import torch
 from rich.console import Console
 
 from tests.processes import wait_until
-from toolkit.checkpoint.shards import whole_block
-from toolkit.layout import Layout
-from toolkit.models import huggingface as hf
-from toolkit.recipe.schema import ModelSection
 from toolkit.train import watchdog as module
-from toolkit.train.watchdog import BUILDING, CountedWeights, Marks
+from toolkit.train.watchdog import CountedWeights, Marks
 
 CURSOR = re.compile(r"\x1b\[\?25([hl])")
 
@@ -62,29 +57,10 @@ def test_what_is_done_of_a_phase_restarts_the_time_limit():
         assert printed(marks) == ""
 
 
-@pytest.mark.parametrize("by", ["parameters", "checkpoint tensors"])
-def test_weights_are_counted_while_a_model_is_filled(by):
-    """transformers' models are filled by their parameters, megatron-core's by rectangles."""
-    config = {"model_type": "mixtral", "vocab_size": 32, "hidden_size": 8}
-    config |= {"num_hidden_layers": 2, "intermediate_size": 16, "num_attention_heads": 2}
-    section = ModelSection.model_validate({"config": {**config, "num_local_experts": 4}})
-    built = hf.build_config(section)
-    begun: list[tuple[str, int | None]] = []
-    done: list[int] = []
-
-    class Recorded(Marks):
-        def begin(self, doing, total=None):
-            begun.append((doing, total))
-            return done.append
-
-    source = hf.weight_source(section, built, 1)
-    weights = CountedWeights(source, "drawing the weights", Layout(), Recorded(0))
-    if by == "parameters":
-        names = hf.parameter_shapes(built)
-        hf.fill(hf.empty_model(built, torch.device("cpu")), weights)
-    else:
-        names = hf.checkpoint_shapes(built)
-        for name, shape in names.items():
-            weights.read_block(whole_block(name, shape))
-    assert begun == [("drawing the weights", len(names)), (BUILDING, None)]
-    assert done == [1] * len(names)
+def test_reading_weights_is_progress():
+    ticks: list[int] = []
+    shapes = {"embed.weight": (4, 2)}
+    source = SimpleNamespace(shapes=shapes, read=lambda *part: part, read_block=lambda b: b)
+    weights = CountedWeights(source, ticks.append)
+    assert weights.read("embed.weight", 0, 8) == ("embed.weight", 0, 8)
+    assert (weights.read_block("block"), weights.shapes, ticks) == ("block", shapes, [1, 1])

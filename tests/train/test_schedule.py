@@ -111,12 +111,6 @@ def test_rises_then_falls_and_every_step_trains(name, total, warmup, decay, lowe
     assert min(values[top:], default=PEAK) >= lowest
 
 
-@pytest.mark.parametrize("step", [-1, 8])
-def test_a_step_outside_the_run_is_our_bug(step):
-    with pytest.raises(ValueError, match="outside"):
-        learning_rate(step, 8, PEAK, ScheduleSection())
-
-
 LOSSES = st.lists(st.floats(1, 2) | st.sampled_from([math.nan, math.inf]), max_size=30)
 
 

@@ -24,7 +24,8 @@ from toolkit.train.watchdog import WAITING, Marks
 
 run, limit_s = RunDirectory(Path(sys.argv[1])), float(sys.argv[2])
 behaviour, _, chosen = sys.argv[3].partition("@")
-start_s = limit_s if behaviour == "begin" else 7200.0
+if behaviour == "begin":
+    module.START_LIMIT_S = limit_s
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 run.logs.mkdir(parents=True, exist_ok=True)
 
@@ -61,7 +62,7 @@ def misbehave() -> None:
 meet("start")  # a rank that waits for slow imports of another one would hang, for a marks
 with Marks(rank) as marks:
     offset = events_offset(run.path)
-    marks.watch(run, world, limit_s, offset, start_s)
+    marks.watch(run, world, limit_s, offset)
     if behaviour == "begin" and rank == int(chosen):
         misbehave()
     meet("begin")

@@ -64,7 +64,7 @@ class EventLog:
       launcher printed, also of a rank that was killed and wrote nothing;
     - `early_stop` (with a `message`, `best_step` and `best_loss`) where the validation losses
       have ended a run before its last step; its `end` is that of a finished one;
-    - `export` (with `files`, their names and bytes) when RUN/export is complete;
+    - `export` when RUN/export is complete;
     - `outer` when weights were exchanged with the other replicas (with `seconds`, and the
       number of `replicas`), or this one has `joined` (its number);
     - `straggler` (with `slow_rank`, `host`, how many times `slower` than the others,

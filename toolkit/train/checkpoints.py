@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -117,37 +117,36 @@ class RunCheckpoints:
     def _check_same_run(self, found: ResumePoint, config: PretrainedConfig) -> None:
         """Refuse the checkpoint of another run, whose state does not apply here."""
         manifest = found.manifest
-        if manifest.data_fingerprint != self.data.fingerprint_at(manifest.consumed_samples):
-            fix = "restore the data files, or start in another directory (--run-dir)"
-            step, before = manifest.step, manifest.recipe["training"]["sequence_length"]
-            if isinstance(self.assignment.recipe.data.train, tuple):
-                fix += f"; to change weights, add a stage to data.stages from step {step} on"
-            if self.assignment.recipe.training.sequence_length != before:
-                fix += f"; keep training.sequence_length: {before}: the data is cut by it"
-            raise CheckpointError(
-                f"{found.folder} was trained on different data, so its position in the data "
-                "cannot be used",
-                fix=fix,
-            )
         problems = [
             f"{key} was {shown(old)}, is {shown(new)}"
-            for key, old, new in changes(found.manifest.recipe, self.recipe)
-            # Data are compared as such.
+            for key, old, new in changes(manifest.recipe, self.recipe)
+            # Data are compared as such, below.
             if not may_change(key)
             and not was_requested(self.directory, key, new)
             and key.split(".")[0] not in ("name", "data")
         ]
         if self.leader:
             assert self._saved is not None
-            problems += _shape_problems(self._saved.shapes, self._shapes(config))
+            if problem := _shape_problem(self._saved.shapes, self._shapes(config)):
+                problems.append(problem)
         if problems:
             weights = f"model.init: checkpoint and model.checkpoint: {found.folder}"
-            if found.manifest.adapter is not None:
+            if manifest.adapter is not None:
                 weights = _EXPORTED.format(found.folder)
             raise CheckpointError(
                 f"{found.folder} belongs to another run: {'; '.join(problems)}",
                 fix="start in another directory (--run-dir OTHER); a run there can take these "
                 f"weights: {weights}",
+            )
+        if manifest.data_fingerprint != self.data.fingerprint_at(manifest.consumed_samples):
+            fix = "restore the data files, or start in another directory (--run-dir)"
+            if isinstance(self.assignment.recipe.data.train, tuple):
+                stage = f"add a stage to data.stages from step {manifest.step} on"
+                fix += f"; to change weights, {stage}"
+            raise CheckpointError(
+                f"{found.folder} was trained on different data, so its position in the data "
+                "cannot be used",
+                fix=fix,
             )
 
     def _shapes(self, config: PretrainedConfig) -> Mapping[str, tuple[int, ...]]:
@@ -192,9 +191,9 @@ class RunCheckpoints:
                 f"model.checkpoint: {saved.folder} holds adapters, not a model",
                 fix=_EXPORTED.format(saved.folder),
             )
-        if problems := [*_shape_problems(saved.shapes, hf.checkpoint_shapes(config))]:
+        if problem := _shape_problem(saved.shapes, hf.checkpoint_shapes(config)):
             raise CheckpointError(
-                f"model.checkpoint: {saved.folder} holds another model: {'; '.join(problems)}",
+                f"model.checkpoint: {saved.folder} holds another model: {problem}",
                 fix="state that model's config in model.config",
             )
         return SavedWeights(saved, hf.parameter_shapes(config))
@@ -365,25 +364,14 @@ class RunCheckpoints:
         )
 
 
-def _shape_problems(saved: _Shapes, wanted: _Shapes) -> Iterator[str]:
-    """How the tensors of a checkpoint differ from those of a model. Empty when they agree."""
-    both = saved.keys() & wanted.keys()
-    other = sorted(name for name in both if saved[name] != stored_shape(wanted[name]))
-    if other:
-        first = other[0]
-        yield (
-            f"{_count(other)} of another shape: {first} is {list(saved[first])} in the "
-            f"checkpoint, {list(wanted[first])} in the recipe's model"
-        )
-    if new := sorted(wanted.keys() - saved.keys()):
-        yield f"{_count(new)} not in the checkpoint: {_named(new)}"
-    if gone := sorted(saved.keys() - wanted.keys()):
-        yield f"{_count(gone)} not in the recipe's model: {_named(gone)}"
-
-
-def _count(names: Sequence[str]) -> str:
-    return "1 tensor is" if len(names) == 1 else f"{len(names):,} tensors are"
-
-
-def _named(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]}, …"
+def _shape_problem(saved: _Shapes, wanted: _Shapes) -> str | None:
+    """The first tensor in which a checkpoint differs from a model. None when they agree."""
+    needed = {name: stored_shape(shape) for name, shape in wanted.items()}
+    for name in sorted({*saved, *needed}):
+        if saved.get(name) != needed.get(name):
+            before, now = (
+                str([*shapes[name]]) if name in shapes else "missing"
+                for shapes in (saved, needed)
+            )
+            return f"{name} is {before} in the checkpoint, {now} in the recipe's model"
+    return None

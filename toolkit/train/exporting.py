@@ -22,20 +22,18 @@ from toolkit.train.watchdog import Marks
 def export_last(run: RunDirectory, step: int, marks: Marks) -> None:
     """Write RUN/export from the checkpoint of `step`, unless it already exists.
 
-    Replaces the export of another step, and one with a missing or truncated file. Raises as
-    `export` does.
+    Replaces the export of another step. Raises as `export` does.
     """
-    recorded = _recorded(run, step)
-    if recorded and recorded.items() <= _files_of(run.export).items():
-        return  # other files there may be the user's
+    written = [e.get("step") for e in jsonl.read(run.events) if e.get("kind") == "export"]
+    if run.export.is_dir() and written[-1:] == [step]:
+        return
     checkpoint = CheckpointStore(run.checkpoints, keep=1).of_step(step)
     tick = marks.begin("exporting", exported_bytes(checkpoint))
     failpoint("export")
     shutil.rmtree(run.export, ignore_errors=True)
     export(checkpoint, run.export, tick)
-    files = _files_of(run.export)
     write_card(run.export, checkpoint)
-    EventLog(run.events).write("export", step=step, files=files)
+    EventLog(run.events).write("export", step=step)
 
 
 def add_turn_ends(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -54,15 +52,3 @@ def add_turn_ends(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, folder: Pa
         if recipe.adapter is not None:
             where = "in an export --merged; a PEFT folder has no end tokens: state it there"
         tell(f"export: generation also stops at {names}, which ends a chat's turn ({where})")
-
-
-def _files_of(folder: Path) -> dict[str, int]:
-    """Name and bytes of every file. Empty without the folder."""
-    return {path.name: path.stat().st_size for path in folder.glob("*") if path.is_file()}
-
-
-def _recorded(run: RunDirectory, step: int) -> dict[str, int]:
-    """The files of the last export, if it was of `step`. Otherwise none."""
-    exports = [event for event in jsonl.read(run.events) if event.get("kind") == "export"]
-    files = exports[-1].get("files") if exports and exports[-1].get("step") == step else None
-    return files if isinstance(files, dict) else {}

@@ -27,12 +27,7 @@ def learning_rate(
     stays at the peak up to step `total_steps - decay_steps` and then falls as its `decay`
     says. A warm-up as long as the run or longer is cut off at the end of the run, and a
     `wsd` decay never starts before the warm-up is over.
-
-    Raises ValueError when `step` is outside 0 … total_steps - 1, or `wsd` has no
-    `decay_steps` (the recipe's checks refuse that earlier).
     """
-    if not 0 <= step < total_steps:
-        raise ValueError(f"step {step} is outside 0 … {total_steps - 1}")
     warmup = schedule.warmup(total_steps)
     if step < warmup:
         return peak * (step + 1) / warmup
@@ -43,8 +38,7 @@ def learning_rate(
 
     start = max(warmup - 1, 0)
     if schedule.name == "wsd":
-        if schedule.decay_steps is None:
-            raise ValueError("the wsd schedule needs decay_steps")
+        assert schedule.decay_steps is not None, "checked at load"
         start = max(start, total_steps - schedule.decay_steps)
     progress = max(0, step - start) / (total_steps - start)
     shape = schedule.decay if schedule.name == "wsd" else schedule.name

@@ -27,8 +27,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from toolkit.data.progress import Item
 from toolkit.errors import EXIT_FAILED
-from toolkit.layout import Layout
-from toolkit.models.weights import WeightSource, checkpoint_names
+from toolkit.models.weights import WeightSource
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import STACKS_SIGNAL, hang_of, hangs_after
 from toolkit.run.events import EventLog, process_age_s
@@ -49,7 +48,6 @@ NOTICEABLE_S = 1.0
 """In a log file, a phase that lasts longer gets a line, written at that time, not at its
 end."""
 LIBRARIES, WAITING = "loading the libraries", "waiting for the other ranks"
-BUILDING = "building the model"
 
 START_LIMIT_S = 7200.0
 """Seconds without progress that a process may take before the first step."""
@@ -104,7 +102,7 @@ class Marks:
         self._run: RunDirectory | None = None
         """Where a hang is reported. None until `watch`."""
         self._world, self._offset = 1, 0
-        self._start_limit_s = self._step_limit_s = START_LIMIT_S
+        self._step_limit_s = START_LIMIT_S
         self._starting = True
         self._log: IO[str] = sys.__stderr__ or sys.stderr
         self._main = threading.get_ident()
@@ -129,24 +127,16 @@ class Marks:
             faulthandler.unregister(STACKS_SIGNAL)
             self._log.close()
 
-    def watch(
-        self,
-        run: RunDirectory,
-        world: int,
-        limit_s: float,
-        offset: int,
-        start_limit_s: float = START_LIMIT_S,
-    ) -> None:
-        """Take the time limits of a run, and report in its files from now on.
+    def watch(self, run: RunDirectory, world: int, limit_s: float, offset: int) -> None:
+        """Take the time limit of a run's steps, and report in its files from now on.
 
-        `limit_s` is `launch.hang_timeout_s`, `start_limit_s` the limit before the first step.
-        `offset`: see `events_offset`.
+        `limit_s` is `launch.hang_timeout_s`. `offset`: see `events_offset`.
         """
         run.logs.mkdir(parents=True, exist_ok=True)
         self._log = run.rank_log(self._rank).open("a", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=self._log, all_threads=True)
         self._world, self._offset = world, offset
-        self._step_limit_s, self._start_limit_s = limit_s, start_limit_s
+        self._step_limit_s = limit_s
         self._run = run
         self._postpone()
 
@@ -209,7 +199,7 @@ class Marks:
     def _limit_s(self) -> float:
         """Limit of what the rank does now."""
         if self._starting:
-            return self._start_limit_s
+            return START_LIMIT_S
         return self._step_limit_s * (1 if self.has_stepped else _FIRST_STEP_LIMITS)
 
     def _every_s(self, longest_s: float) -> float:
@@ -367,40 +357,20 @@ class _Display:
 
 
 class CountedWeights(WeightSource):
-    """A `WeightSource` whose tensors are counted while a model is filled from it."""
+    """A `WeightSource` that calls `tick` for each part of a tensor that is read from it."""
 
-    def __init__(self, source: WeightSource, doing: str, layout: Layout, marks: Marks) -> None:
+    def __init__(self, source: WeightSource, tick: Tick) -> None:
         self._source = source
-        self._doing = doing
-        self._whole = layout.pp == layout.ep == 1
-        """Whether a rank reads some of every tensor. Otherwise the number is unknown."""
-        self._marks = marks
-        self._seen: set[str] = set()
-        self._total: int | None = None
-        self._tick: Tick = lambda _: None
+        self._tick = tick
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._source.shapes
 
     def read(self, name: str, start: int, stop: int) -> "Tensor":
-        if not self._seen:
-            self._begin(len(self.shapes))
-        return self._counted(name, self._source.read(name, start, stop))
+        self._tick(1)
+        return self._source.read(name, start, stop)
 
     def read_block(self, block: "Block") -> "Tensor":
-        if not self._seen:
-            self._begin(sum(len(checkpoint_names(*shape)) for shape in self.shapes.items()))
-        return self._counted(block.tensor, self._source.read_block(block))
-
-    def _begin(self, tensors: int) -> None:
-        self._total = tensors if self._whole else None
-        self._tick = self._marks.begin(self._doing, self._total)
-
-    def _counted(self, name: str, values: "Tensor") -> "Tensor":
-        if name not in self._seen:
-            self._seen.add(name)
-            self._tick(1)
-            if len(self._seen) == self._total:
-                self._marks.begin(BUILDING)
-        return values
+        self._tick(1)
+        return self._source.read_block(block)
