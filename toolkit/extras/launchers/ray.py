@@ -167,9 +167,6 @@ def main(given: Mapping[str, Any]) -> int:
     first, or one of errors.py, about which it tells."""
     try:
         return _train(given)
-    except ImportError as error:
-        tell(f"error: Ray cannot be imported ({error})\n  fix: {INSTALL_RAY}")
-        return EXIT_UNAVAILABLE
     except Exception as error:  # noqa: BLE001 - Ray's own are of many kinds
         tell(f"error: Ray: {type(error).__name__}: {_first_line(error)}")
         return EXIT_FAILED
