@@ -155,6 +155,19 @@ def test_tutorial(
         assert (reader / "runs/export-lora/export/adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm")
+def test_the_python_api(reader: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of docs/commands.md plans, rehearses and trains."""
+    monkeypatch.chdir(reader)
+    _, _, page = text_of("docs/commands.md").partition("## Python API")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    steps = '"training.steps=30"'
+    assert steps in code
+    exec(code.replace(steps, '"training.steps=20", "parallel.engine=ddp"'), {})
+    assert (reader / "runs/first/export/model.safetensors").is_file()
+
+
 def anchors(page: Path) -> set[str]:
     """Of the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)

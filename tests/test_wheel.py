@@ -108,32 +108,30 @@ def test_an_image_is_built_from_the_same_files() -> None:
     assert sorted(allowed) == sorted(SOURCES)
 
 
+IN_AN_EMPTY_FOLDER = """
+from toolkit.cli.main import main
+assert main(["check", "own.yaml"]) == main(["launch", "llama-bytes", "--dry-run"]) == 0
+from toolkit.system.install import *
+from toolkit.system.interpreter import TRAIN
+print(source(), install("fp8"), TRAIN, sep="\\n")
+"""
+
+
 def test_commands_in_an_empty_folder(installed: Installed) -> None:
     made = ["init", "llama-3.1-8b", "--cluster", "8xh100-80gb", "--out", "own.yaml"]
     installed.run("dmt", *made)
-    installed.run("dmt", "check", "own.yaml")
-    assert "tiny-llama-bytes" in installed.run("dmt", "plan", "llama-bytes")
-    assert "toolkit.cli.main train" in installed.run(
-        "dmt", "launch", "llama-bytes", "--dry-run"
-    )
-    code = "from toolkit.system.install import *; print(source()); print(install('fp8')); "
-    code += "from toolkit.system.interpreter import TRAIN; print(TRAIN)"
-    source, extra, train = installed.run("python", "-c", code).splitlines()
+    *said, source, extra, train = installed.run("python", "-c", IN_AN_EMPTY_FOLDER).splitlines()
+    assert "toolkit.cli.main train" in " ".join(said)
     assert train == "-m toolkit.train", "there is no folder launch/"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert source == installed.wheel.as_uri()
     assert extra == f"pip install '{project['optional-dependencies']['fp8'][0]}'"
 
 
-def test_the_python_api(installed: Installed) -> None:
-    """The example of docs/commands.md: plans, rehearses and trains the tiny recipe."""
-    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
-    _, _, page = page.partition("## Python API")
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    steps = '"training.steps=30"'
-    assert steps in code
-    code = code.replace(steps, f'{steps}, "parallel.engine=ddp"')  # half the libraries
-    (installed.empty / "example.py").write_text(code)
-    export = Path(installed.run("python", "example.py").splitlines()[-1])
-    assert export == installed.empty / "runs" / "first" / "export"
-    assert (export / "model.safetensors").is_file()
+def test_a_run(installed: Installed) -> None:
+    """With half the libraries, in one process."""
+    words = ["training.steps=2", "schedule.warmup_steps=0", "evaluation.every_steps=null"]
+    words += ["parallel.engine=ddp", "cluster.gpus_per_node=1"]
+    settings = [word for one in words for word in ("--set", one)]
+    installed.run("dmt", "launch", "llama-bytes", "--run-dir", "run", *settings)
+    assert (installed.empty / "run/export/model.safetensors").is_file()

@@ -2,25 +2,27 @@
 
 `WarmPython` stands for `subprocess.Popen` where that would start a Python. The server of
 tests/forked.py, which has imported what a rank needs, forks a process with a pid, environment,
-streams, process group and exit code of its own. What differs: it does not end with the process
-that asked for it, and variables that an import reads have no effect.
+streams, process group and exit code of its own. What differs: variables that an import reads
+have no effect.
 """
 
 import atexit
 import os
 import runpy
+import select
 import signal
 import subprocess
 import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from io import TextIOWrapper
 from multiprocessing import forkserver, reduction
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import IO, Any
 from unittest.mock import patch
@@ -101,8 +103,10 @@ class WarmPython:
         stderr: IO[Any] | int | None = None,
         start_new_session: bool = False,
         process_group: int | None = None,
+        preexec_fn: Callable[[], None] | None = None,
         **_others: object,
     ) -> None:
+        """`preexec_fn`: what `die_with_parent(SIGKILL)` returned."""
         assert stdin == subprocess.DEVNULL
         self.stdout = None
         mine, theirs = os.pipe() if stdout == subprocess.PIPE else (None, None)
@@ -110,7 +114,8 @@ class WarmPython:
         err = out if stderr == subprocess.STDOUT else _number(stderr, 2)
         groups = start_new_session, process_group is not None
         streams = _Descriptor(out), _Descriptor(err)
-        arguments = (list(argv[1:]), dict(env), cwd or Path.cwd(), streams, groups)
+        parent = os.getpid() if preexec_fn is not None else None
+        arguments = (list(argv[1:]), dict(env), cwd or Path.cwd(), streams, groups, parent)
         self._process = SERVER.Process(target=_python, args=arguments)
         server = OTHER_SERVERS.get(env.get("PYTHONPATH", ""))
         with forking_from(server) if server is not None else nullcontext():
@@ -156,7 +161,20 @@ class WarmPython:
         self.send_signal(signal.SIGKILL)
 
 
-SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": WarmPython})
+def run(
+    args: Sequence[str], *, env: Mapping[str, str], stderr: int | None = None, **_others: object
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` is, with text from both streams."""
+    with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+        errors = stderr if stderr == subprocess.STDOUT else err
+        process = WarmPython(args, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=errors)
+        code = process.wait()
+        for file in (out, err):
+            file.seek(0)
+        return subprocess.CompletedProcess(args, code, out.read(), err.read())
+
+
+SUBPROCESS = SimpleNamespace(**vars(subprocess) | {"Popen": WarmPython, "run": run})
 """Stands for the module `subprocess` in those of STARTED_BY."""
 
 
@@ -193,8 +211,11 @@ def _python(
     cwd: Path,
     streams: tuple[int, int],
     groups: tuple[bool, bool],
+    parent: int | None,
 ) -> None:
     """What a Python that was started with these arguments does."""
+    if parent is not None:
+        threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
     take_environment(env)
     if host := env.get(two_hosts.HOST):
         two_hosts.enter(host)
@@ -232,6 +253,13 @@ def _python(
     for end in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         end()
     os._exit(code)
+
+
+def _die_with(parent: int) -> None:
+    """Be killed when another process ends."""
+    with suppress(ProcessLookupError):
+        select.select([os.pidfd_open(parent)], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _read_variables() -> None:

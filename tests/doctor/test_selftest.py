@@ -43,7 +43,8 @@ SMALLER = [
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short sequences (processors without bf16 emulate it), and warm processes."""
     monkeypatch.setattr(selftest, "SEQUENCE", 32)
-    monkeypatch.setattr("toolkit.launchers.ranks.subprocess", SUBPROCESS)
+    for module in ("launchers.ranks", "doctor.selftest"):
+        monkeypatch.setattr(f"toolkit.{module}.subprocess", SUBPROCESS)
     monkeypatch.setattr("toolkit.cli.selftest.gpu_machine", lambda _: CPU)
     monkeypatch.chdir(ROOT)
 

@@ -93,12 +93,11 @@ class Project:
         changes: Mapping[str, object] | None = None,
         *more: str,
         env: Mapping[str, str] | None = None,
-        cold: bool = False,
         code: int | None = 0,
     ) -> Ended:
         """Run `dmt launch` to its end, which has this exit code; None: any."""
         argv = self.command(run_dir, changes, *more)
-        return run(argv, self.folder, env, cold=cold, code=code)
+        return run(argv, self.folder, env, code=code)
 
 
 @pytest.fixture(scope="session")

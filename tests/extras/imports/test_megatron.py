@@ -12,6 +12,7 @@ from tests.checkpoint.making import write_recipe
 from tests.dmt import Dmt
 from tests.models.configs import config_of
 from tests.models.in_megatron import check, run_cases, save_random_model
+from tests.warm import SUBPROCESS
 from toolkit.errors import CheckpointError, DataError
 from toolkit.extras.imports.megatron import (
     HEAD,
@@ -19,6 +20,13 @@ from toolkit.extras.imports.megatron import (
     _check_fit,
     write_megatron,
 )
+
+
+@pytest.fixture(autouse=True)
+def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes without the seconds that imports take."""
+    for module in ("extras.imports.megatron", "launchers.ranks"):
+        monkeypatch.setattr(f"toolkit.{module}.subprocess", SUBPROCESS)
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

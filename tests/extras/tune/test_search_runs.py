@@ -64,8 +64,7 @@ def test_killed_twice_at_random(trials: int, tmp_path: Path) -> None:
     first, second = sorted(random.Random(trials).sample(range(trials * STEPS // 4), 2))
     with started(search, tmp_path) as command:
         command.wait_for(lambda: steps() > first, f"{first} steps")
-    # Cold: processes of a warm command do not end with it.
-    with started(search, tmp_path, cold=True) as command:
+    with started(search, tmp_path) as command:
         command.wait_for(lambda: steps() > second, f"{second} steps")
         os.kill(command.process.pid, signal.SIGKILL)  # the command only: its ranks save
         answer = json.loads(run([*search, "--json"], tmp_path, code=0).out)

@@ -84,8 +84,7 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     words += ["--set", "training.micro_batch_size=auto", "--cluster", "cluster.yaml"]
     words += ["--set", "launch.hang_timeout_s=15"]
     folder = tmp_path / "runs" / "e2e-tune"
-    # Cold: processes of a warm command do not end with it.
-    with started(product.dmt(*map(str, words)), tmp_path, cold=True) as command:
+    with started(product.dmt(*map(str, words)), tmp_path) as command:
         command.wait_for((folder / "trials/0001/events.jsonl").exists, "the second trial")
         os.kill(command.process.pid, signal.SIGKILL)
         command.end(-signal.SIGKILL)
