@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.processes import ROOT
-from tests.rehearse import warm_gpu
 from tests.warm import SUBPROCESS
 from toolkit.cli.main import main
 from toolkit.foreign import docs as foreign_docs
@@ -42,9 +41,10 @@ COMMANDS = [
         command
         for page in ("README.md", "docs/commands.md", "docs/staying-alive.md")
         for command in commands_of(page)
-        if "runs/demo" not in command and command != FIRST_RUN
+        if "runs/demo" not in command and "--gpu" not in command and command != FIRST_RUN
     )
 ]
+"""tests/rehearse/test_dress.py has `--gpu`."""
 TUTORIALS = ("first-run", "fine-tune-on-your-chats", "laptop-to-cluster")
 
 
@@ -72,17 +72,11 @@ def warm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMT_CACHE", str(tmp_path))
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setattr("toolkit.launchers.ranks.subprocess", SUBPROCESS)
-    monkeypatch.setattr("toolkit.rehearse.gpu.dress.subprocess", warm_gpu.SUBPROCESS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "command",
-    [
-        command if "--gpu" in command else pytest.param(command, marks=pytest.mark.quick)
-        for command in COMMANDS
-    ],
-)
+@pytest.mark.quick
+@pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("warm")
 def test_command(
     command: str,
@@ -92,7 +86,7 @@ def test_command(
 ) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
-    words += [] if "--gpu" in words else SHORTER.get(words[0], [])
+    words += SHORTER.get(words[0], [])
     words = [word.replace("my-tokenizer", str(tmp_path / "tokenizer")) for word in words]
     if words[0] == "launch":  # a recipe for GPUs; the tests' own variable says CPU
         monkeypatch.delenv("DS_ACCELERATOR", raising=False)

@@ -34,10 +34,3 @@ def test_every_engine_against_both_loops(tmp_path: Path) -> None:
         assert set(ratios) == set(BACKENDS.names)
         assert all(len(one["pairs"]) == 1 and one["median"] > 0 for one in ratios.values())
     assert "round 1: " in ended.stdout and " × trainer" in ended.stdout
-
-
-@pytest.mark.slow
-def test_large_shapes_are_for_gpus() -> None:
-    ended = benchmark("--shape", "1b")
-    assert ended.returncode == 2
-    assert "--shape 1b: found cpu; tiny is for processors" in ended.stderr

@@ -24,8 +24,3 @@ def test_ci_skips_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMT_TEST_NEEDS", "all")
     with pytest.raises(pytest.fail.Exception, match="apt-get install slurmd"):
         needs.require("slurmd")
-
-
-def test_nothing_is_skipped_where_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(needs, "which", lambda name, path: f"{path}/{name}")
-    needs.require("slurmd", "munge")

@@ -191,6 +191,7 @@ def test_completion(
 def test_wrong_usage(dmt: Dmt) -> None:
     assert "check" in dmt("chek", code=2).err
     assert "Traceback" not in dmt("check", "--sett", "a=b", code=2).err
+    assert "it is empty" in dmt("launch", "recipe.yaml", "--run-dir", "", code=2).err
 
 
 def _unavailable() -> None:

@@ -94,11 +94,6 @@ def test_explain_shows_other_values_and_formulas(dmt: Dmt) -> None:
     assert "  - pipeline bubble" not in formulas, "parts that are zero"
 
 
-def test_explain_says_what_a_fixed_setting_costs(dmt: Dmt) -> None:
-    out = shown(dmt, LLAMA_70B, *EIGHT_NODES, *changed("parallel.tensor=2"), "--explain")
-    assert re.search(r"\n  parallel\.tensor=auto +fits +\d+\.\d +\d+ s +[+-]", out)
-
-
 def test_recipes_lists_the_gpus_and_speed_of_every_size_and_task(dmt: Dmt) -> None:
     """The stored speeds are the planner's, one in ten is planned: DMT_UPDATE_GOLDEN=1 plans
     and writes all."""
@@ -208,20 +203,6 @@ def test_json_is_the_contract(dmt: Dmt) -> None:
         assert plan["tokens_per_s_per_gpu"] == pytest.approx(speed)
     ledger = output["plans"][0]["ledger"]
     assert {entry["kind"] for entry in ledger} == {"exact", "approximated"}
-
-
-def test_what_cannot_be_built_does_not_fit(tmp_path: Path, dmt: Dmt) -> None:
-    """megatron-core builds all of a rank before DeepSpeed shards; of half of each GPU here."""
-    sets = ["engine=deepspeed", "model=megatron", "tensor=1", "zero.stage=3"]
-    words = [word for one in sets for word in ("--set", f"parallel.{one}")]
-    cluster = tmp_path / "cluster.yaml"
-    cluster.write_text(
-        "nodes: 16\ngpus_per_node: 8\ngpu: {like: h100-80gb, memory_gib: 39.55}\n"
-    )
-    words += ["--cluster", str(cluster)]
-    shown = dmt("plan", LLAMA_70B, *words, code=2).out
-    assert "131.4 of 39.55 GiB, does not fit" in shown
-    assert "131.4 GiB while the model is built" in shown
 
 
 def test_more_nodes_can_be_planned_but_not_launched_from_here(tmp_path: Path, dmt: Dmt) -> None:

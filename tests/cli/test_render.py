@@ -1,72 +1,63 @@
 """`dmt render`: what the backend reads, or one clear error."""
 
-import json
-from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
-from typer.testing import CliRunner
 
-from toolkit.cli.render import render
-from toolkit.errors import PlanError
+from tests.dmt import Dmt
+from tests.processes import ROOT
 
-RECIPE = str(Path(__file__).parents[2] / "recipes" / "tiny" / "llama-bytes.yaml")
-
-
-def run(*arguments: str) -> str:
-    app = typer.Typer()
-    app.command()(render)
-    result = CliRunner().invoke(app, [RECIPE, *arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def test_prints_complete_json() -> None:
-    config = json.loads(run("--to", "deepspeed"))
-    assert config["zero_optimization"]["stage"] == 2
-    assert config["train_batch_size"] == 16
-    assert config["optimizer"]["params"]["lr"] == 3.0e-3
-
-
-def test_fsdps_keyword_arguments() -> None:
-    fsdp = ("--set", "parallel.engine=fsdp", "--set", "parallel.zero.stage=3")
-    config = json.loads(run("--to", "fsdp", *fsdp))
-    assert config == json.loads(run(*fsdp))
-    assert config["reshard_after_forward"] is True
-    with pytest.raises(PlanError, match="engine fsdp, which reads no deepspeed config"):
-        run("--to", "deepspeed", *fsdp)
+RECIPE = ROOT / "recipes/tiny/llama-bytes.yaml"
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("", "--to deepspeed", {"zero_optimization.stage": 2, "optimizer.params.lr": 3.0e-3}),
+    ("parallel.engine=fsdp parallel.zero.stage=3", "", {"reshard_after_forward": True}),
+    (
+        "parallel.zero.stage=3 parallel.zero.offload_optimizer=cpu",
+        "",
+        {"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"},
+    ),
+    (
+        "parallel.engine=megatron",
+        "",
+        {
+            "transformer.num_query_groups": 2,
+            "optimizer.lr": 3.0e-3,
+            "ddp.overlap_grad_reduce": 0,
+        },
+    ),
+    # A model of megatron-core under DeepSpeed has both.
+    ("parallel.model=megatron", "--to megatron", {"gpt.vocab_size": 320, "ddp": None}),
+    ("parallel.model=megatron", "", {"zero_optimization.stage": 2}),
+]
 
 
-def test_overrides_choose_another_preset() -> None:
-    config = json.loads(
-        run("--set", "parallel.zero.stage=3", "--set", "parallel.zero.offload_optimizer=cpu")
-    )
-    assert config["zero_optimization"]["stage"] == 3
-    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+def words(settings: str) -> list[str]:
+    return [word for one in settings.split() for word in ("--set", one)]
 
 
-def test_engines_read_no_other_configuration() -> None:
-    ddp = ("--set", "parallel.engine=ddp", "--set", "parallel.zero.stage=auto")
-    with pytest.raises(PlanError, match="runs on the engine ddp, which reads no configuration"):
-        run(*ddp)
-    for engine in ("deepspeed", "fsdp", "megatron"):
-        with pytest.raises(PlanError, match=f"which reads no {engine} configuration") as caught:
-            run("--to", engine, *ddp)
-        assert caught.value.fix == f"--set parallel.engine={engine}"
+@pytest.mark.parametrize(("settings", "to", "expected"), CASES)
+def test_what_an_engine_reads(
+    settings: str, to: str, expected: dict[str, Any], dmt: Dmt
+) -> None:
+    config = dmt("render", RECIPE, *to.split(), *words(settings)).json
+    for key, value in expected.items():
+        found = config
+        for name in key.split("."):
+            found = found.get(name)
+        assert found == value, key
 
 
-def test_megatron_cores_arguments_are_the_default_of_its_engine() -> None:
-    config = json.loads(
-        run("--set", "parallel.engine=megatron", "--set", "parallel.zero.stage=auto")
-    )
-    assert list(config) == ["transformer", "gpt", "ddp", "optimizer"]
-    assert config["transformer"]["num_query_groups"] == 2
-    assert config["optimizer"]["lr"] == 3.0e-3
-
-
-def test_a_megatron_model_under_deepspeed_has_both_configurations() -> None:
-    model = ("--set", "parallel.model=megatron")
-    config = json.loads(run("--to", "megatron", *model))
-    assert list(config) == ["transformer", "gpt"]
-    assert config["gpt"]["vocab_size"] == 320
-    assert json.loads(run(*model))["zero_optimization"]["stage"] == 2
+@pytest.mark.parametrize(
+    ("engine", "to", "fix"),
+    [
+        ("ddp", "", "reads no configuration"),
+        ("ddp", "deepspeed", "--set parallel.engine=deepspeed"),
+        ("ddp", "fsdp", "--set parallel.engine=fsdp"),
+        ("ddp", "megatron", "--set parallel.engine=megatron"),
+        ("fsdp", "deepspeed", "engine fsdp, which reads no deepspeed config"),
+    ],
+)
+def test_engines_read_no_other_configuration(engine: str, to: str, fix: str, dmt: Dmt) -> None:
+    asked = ["--to", to] if to else []
+    settings = words(f"parallel.engine={engine} parallel.zero.stage=auto")
+    assert fix in dmt("render", RECIPE, *asked, *settings, code=2).err

@@ -15,7 +15,6 @@ from toolkit.cli.main import main
 from toolkit.doctor import calibrate as calibration
 from toolkit.doctor import speeds
 from toolkit.doctor.calibrate import (
-    HEADER,
     Machine,
     check_known,
     cluster_text,
@@ -25,7 +24,6 @@ from toolkit.doctor.speeds import Speeds
 from toolkit.errors import BackendUnavailable, PlanError
 from toolkit.plan.hardware.catalogue import name_of_device
 from toolkit.plan.hardware.cluster_file import load_cluster
-from toolkit.text.generated import check_out
 
 SPEEDS = Speeds(
     processes=2,
@@ -92,18 +90,6 @@ def test_processes_are_bounded_by_the_machine() -> None:
         with pytest.raises(PlanError, match=f"--processes: found {wrong}; allowed: 1 to "):
             this_machine(wrong)
     assert this_machine(1).processes == 1
-
-
-def test_somebodys_own_file_is_kept(tmp_path: Path) -> None:
-    file = tmp_path / "cluster.yaml"
-    file.write_text("nodes: 4\n")
-    with pytest.raises(PlanError, match="not written by this command"):
-        check_out(file, HEADER)
-    with pytest.raises(PlanError, match="cannot write into"):
-        check_out(tmp_path / "none" / "cluster.yaml", HEADER)
-    file.write_text(f"{HEADER}: earlier\n")
-    check_out(file, HEADER)
-    check_out(tmp_path / "new.yaml", HEADER)
 
 
 def test_command_prints_json_alone(

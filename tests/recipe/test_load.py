@@ -79,13 +79,6 @@ class TestExtends:
         top = write(tmp_path, "top.yaml", "extends: [a.yaml, b.yaml]\n")
         assert (load_recipe(top).name, load_recipe(top).training.steps) == ("b", 70)
 
-    def test_a_mistake_below_two_files_is_one(self, tmp_path: Path) -> None:
-        write(tmp_path, "good.yaml", GOOD + "model: {}\n")
-        for name in "ab":
-            write(tmp_path, f"{name}.yaml", "extends: good.yaml\n")
-        (problem,) = mistakes(write(tmp_path, "top.yaml", "extends: [a.yaml, b.yaml]\n"))
-        assert problem.file == str(tmp_path / "good.yaml")
-
     def test_blames_the_file_that_states_the_value(self, tmp_path: Path) -> None:
         base = write(tmp_path, "base.yaml", GOOD.replace("seed: 1", "seed: -1"))
         middle = write(tmp_path, "middle.yaml", "extends: base.yaml\nqqqqqq: 1\n")
@@ -98,52 +91,42 @@ class TestExtends:
         ]
         assert [p.line for p in found] == [2, 2, 1 + GOOD[: GOOD.index("seed: 1")].count("\n")]
 
-    def test_cycle(self, tmp_path: Path) -> None:
-        a = write(tmp_path, "a.yaml", "extends: b.yaml\n")
-        b = write(tmp_path, "b.yaml", "name: b\nextends: a.yaml\n")
-        (problem,) = mistakes(a)
-        assert (problem.key, problem.file, problem.line) == ("extends", str(b), 2)
-        assert "a cycle" in problem.found
-
-    def test_missing_file(self, good: Path, tmp_path: Path) -> None:
-        top = write(tmp_path, "top.yaml", "name: a\nextends: goood.yaml\n")
-        (problem,) = mistakes(top)
-        assert (problem.key, problem.file, problem.line) == ("extends", str(top), 2)
-        assert str(good) in problem.fix
-
     @pytest.mark.parametrize(
-        ("named", "fix"),
+        ("files", "blamed", "said"),
         [
-            ("extends: llama-bytes", "`recipes:tiny/llama-bytes`"),
-            ("extends: recipes:tiny/llama-byte", "llama-bytes.yaml"),
+            (["extends: b.yaml", "name: b\nextends: a.yaml"], "b.yaml:2: extends", "a cycle"),
+            (["name: a\nextends: goood.yaml"], "a.yaml:2: extends", "good.yaml"),
+            (["extends: llama-bytes"], "a.yaml:1: extends", "`recipes:tiny/llama-bytes`"),
+            (["extends: recipes:tiny/llama-byte"], "a.yaml:1: extends", "llama-bytes.yaml"),
+            (["extends: [good.yaml, 1]"], "a.yaml:1: extends", "a file name, or a list of"),
+            *(([f"extends: {name}"], "", "Is a directory") for name in (".", "/", "./")),
+            (
+                [
+                    "extends: b.yaml\ndata: {train: [{weight: 1}]}",
+                    "extends: good.yaml\ndata: {train: [{kind: txt}]}",
+                ],
+                "a.yaml:2: data.train[0].kind",
+                "found nothing",
+            ),
+            # A mistake below two files is one.
+            (
+                ["extends: [b.yaml, c.yaml]", *["extends: d.yaml"] * 2, f"{GOOD}model: {{}}"],
+                "d.yaml:",
+                "already",
+            ),
         ],
     )
-    def test_the_whole_name_of_a_shipped_recipe(
-        self, tmp_path: Path, named: str, fix: str
+    def test_one_problem(
+        self, files: list[str], blamed: str, said: str, tmp_path: Path
     ) -> None:
-        (problem,) = mistakes(write(tmp_path, "top.yaml", f"{named}\n"))
-        assert fix in problem.fix
+        for name, text in zip("abcd", files, strict=False):
+            write(tmp_path, f"{name}.yaml", f"{text}\n")
+        (problem,) = mistakes(tmp_path / "a.yaml")
+        assert blamed in str(problem) and said in str(problem), str(problem)
 
     def test_a_hub_id_is_for_init(self) -> None:
         (problem,) = mistakes(Path("Qwen/Qwen3-8B"))
         assert "dmt init Qwen/Qwen3-8B" in problem.fix
-
-    def test_not_a_file_name(self, tmp_path: Path) -> None:
-        (problem,) = mistakes(write(tmp_path, "top.yaml", "extends: [good.yaml, 1]\n"))
-        assert (problem.key, problem.allowed) == ("extends", "a file name, or a list of them")
-
-    @pytest.mark.parametrize("named", [".", "/", "./"])
-    def test_a_folder(self, tmp_path: Path, named: str) -> None:
-        """As a recipe, and as what one extends."""
-        for path in (Path(named), write(tmp_path, "top.yaml", f"extends: {named}\n")):
-            (problem,) = mistakes(path)
-            assert "Is a directory" in problem.found
-
-    def test_found_is_what_is_merged(self, tmp_path: Path) -> None:
-        write(tmp_path, "base.yaml", "extends: good.yaml\ndata: {train: [{kind: txt}]}\n")
-        top = write(tmp_path, "top.yaml", "extends: base.yaml\ndata: {train: [{weight: 1}]}\n")
-        (problem,) = mistakes(top)
-        assert (problem.key, problem.found) == ("data.train[0].kind", "nothing")
 
     def test_many_files(self, tmp_path: Path) -> None:
         """Files that are read again count as well: the time to read a recipe is bounded."""
@@ -402,11 +385,8 @@ class TestSeveral:
         found = mistakes(write(tmp_path, "a.yaml", rules))
         assert [p.key for p in found] == ["training.precision", "schedule.decay_steps"]
 
-    def test_rules_on_wrong_settings_are_left_out(self, tmp_path: Path) -> None:
-        text = GOOD.replace("  steps: 100", "  steps: -5")
-        assert [p.key for p in mistakes(write(tmp_path, "a.yaml", text))] == ["training.steps"]
-
     def test_all_at_once_in_file_order(self, tmp_path: Path) -> None:
+        """None of rules on wrong settings, as of the warm-up and the steps."""
         text = GOOD
         for old, new in (
             ("name: good", "name: '!'"),
@@ -432,11 +412,6 @@ class TestSeveral:
         assert found[0].fix == "did you mean `optimizer.learning_rate`?"
         assert (found[-1].key, found[-1].line) == ("(file)", GOOD.count("\n") + 101)
         assert found[-1].found == "more problems"
-
-    def test_empty_map(self, tmp_path: Path) -> None:
-        found = mistakes(write(tmp_path, "a.yaml", "{}\n"))
-        required = {"name", "model", "data", "training", "optimizer"}
-        assert {p.key for p in found} == required
 
 
 class TestSecrets:

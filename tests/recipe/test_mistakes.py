@@ -569,14 +569,6 @@ def problems_of(path: Path, dmt: Dmt, *options: str) -> list[dict]:
     return list(recipe["problems"])
 
 
-def test_good_recipe_is_good(tmp_path: Path, dmt: Dmt) -> None:
-    path = tmp_path / "good.yaml"
-    path.write_text(GOOD)
-    captured = dmt("check", path)
-    assert captured.out.startswith("✓ good  ")
-    assert captured.err == ""
-
-
 @pytest.mark.parametrize(
     "mistake", [*MISTAKES.values(), *EDITS.values()], ids=[*MISTAKES, *EDITS]
 )

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,8 @@ from toolkit.extras.tune.study import TrialRecord, TuneRequest
 from toolkit.extras.tune.trial import Followed, TrialResult
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planner import explore
+from toolkit.plan.search import Search
+from toolkit.recipe.schema import Recipe
 from toolkit.run.claim import claimed
 from toolkit.run.directory import RunDirectory
 
@@ -112,8 +115,7 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
 
 
 def test_strategies_come_first_and_then_what_differs_little_from_the_fastest() -> None:
-    recipe = load_recipe("recipes/tiny/llama-bytes.yaml", "parallel.engine=auto")
-    search = explore(recipe)
+    _, search = explored()
     times: dict[str, float | None] = {}
     order = []
     slow = 1.0
@@ -132,12 +134,19 @@ def test_strategies_come_first_and_then_what_differs_little_from_the_fastest() -
     assert all(differences(one, fastest) == 1 for one in order[count : count + 3])
 
 
+TINY = Path("recipes/tiny/llama-bytes.yaml").resolve()
+
+
+@cache
+def explored() -> tuple[Recipe, Search]:
+    recipe = load_recipe(TINY, "parallel.engine=auto")
+    return recipe, explore(recipe)
+
+
 def tuning(tmp_path: Path, steps: int = 3) -> LayoutStudy:
     """A study of a shipped recipe's layouts, as a command that starts opens it."""
-    path = Path("recipes/tiny/llama-bytes.yaml").resolve()
-    recipe = load_recipe(path, "parallel.engine=auto")
-    request = TuneRequest(path, (), recipe, tmp_path, 12, 60)
-    return LayoutStudy(request, explore(recipe), steps)
+    recipe, search = explored()
+    return LayoutStudy(TuneRequest(TINY, (), recipe, tmp_path, 12, 60), search, steps)
 
 
 def steps_of(*times: float) -> Callable[..., TrialResult]:

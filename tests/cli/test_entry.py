@@ -1,18 +1,10 @@
-"""`dmt launch`: mistakes on its command line."""
+"""`dmt` before it has imported its verbs."""
 
 import sys
 from types import ModuleType
 
 from tests.processes import ROOT
-from toolkit.cli import entry, main
-
-
-def test_an_empty_run_directory_is_one_error(capsys):
-    """It meant the current directory."""
-    assert main.main(["launch", "recipe.yaml", "--run-dir", ""]) == 2
-    errors = capsys.readouterr().err
-    assert "--run-dir" in errors
-    assert "it is empty" in errors
+from toolkit.cli import entry
 
 
 def test_ctrl_c_while_importing_is_quiet(monkeypatch):
