@@ -276,20 +276,22 @@ def of_deepspeed(foreign: Project) -> list[float]:
     return run_ranks(save_deepspeed, 2, foreign.folder, CASES, foreign.folder / "deepspeed")[0]
 
 
-def imported(foreign: Project, dmt: Dmt, source: str, overrides: Sequence[str]) -> Any:
+def imported(foreign: Project, dmt: Dmt, source: str, overrides: Sequence[str]) -> Path:
     run = foreign.folder / f"run-{source.replace('/', '-')}-{len(overrides)}"
     words = [word for one in overrides for word in ("--set", one)]
-    return dmt(
-        "checkpoint", "import", foreign.recipe, foreign.folder / source, "--run-dir", run,
-        *words, "--json",
-    ).json  # fmt: skip
+    source_path = foreign.folder / source
+    command = ["checkpoint", "import", foreign.recipe, source_path, "--run-dir", run, *words]
+    notes = [line for line in dmt(*command).err.splitlines() if line.startswith("note: ")]
+    assert (len(notes) == 1) == source.startswith("deepspeed"), "about the data alone"
+    (folder,) = (run / "checkpoints").iterdir()
+    return folder
 
 
-def state_of(report: Any) -> SavedState:
-    """The imported state, of which the report tells the place."""
-    folder = Path(report["folder"])
-    assert (report["step"], report["consumed_samples"]) == (SAVED_AT, BATCH * SAVED_AT)
-    assert Manifest.read(folder).optimizer_steps == SAVED_AT
+def state_of(folder: Path) -> SavedState:
+    """The imported state."""
+    manifest = Manifest.read(folder)
+    assert (manifest.step, manifest.consumed_samples) == (SAVED_AT, BATCH * SAVED_AT)
+    assert manifest.optimizer_steps == SAVED_AT
     assert verify(folder).problems == ()
     return SavedState(folder)
 
@@ -304,10 +306,8 @@ def test_the_state_to_the_bit(
     source: str, foreign: Project, dmt: Dmt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(foreign.folder)
-    report = imported(foreign, dmt, source, SOURCES[source])
-    state = state_of(report)
+    state = state_of(imported(foreign, dmt, source, SOURCES[source]))
     tool, name, *_ = source.split("/")
-    assert (len(report["notes"]) == 1) == (tool == "deepspeed"), "about the data alone"
     truth = torch.load(Path(tool, f"{name}.truth.pt" if tool == "deepspeed" else "truth.pt"))
     assert state.shapes.keys() == truth.keys()
     for tensor, quantities in truth.items():
@@ -320,11 +320,10 @@ def test_launch_continues_it_in_another_layout(
     foreign: Project, of_deepspeed: list[float], dmt: Dmt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(foreign.folder)
-    changes = {"parallel.engine": "megatron", "parallel.tensor": 2}
-    changes["training.steps"] = SAVED_AT + FURTHER
+    length = {"training.steps": SAVED_AT + FURTHER}
+    changes = {"parallel.engine": "megatron", "parallel.tensor": 2, **length}
     words = [f"{key}={value}" for key, value in changes.items()]
-    report = imported(foreign, dmt, f"deepspeed/3/{UNIVERSAL}", words)
-    run = Path(report["folder"]).parents[1]
+    run = imported(foreign, dmt, f"deepspeed/3/{UNIVERSAL}", words).parents[1]
     ended = foreign.launch(str(run), changes)
     assert f"continuing from step {SAVED_AT} of {SAVED_AT + FURTHER}" in ended.err
     losses = [loss for loss, _ in curve(run).values()]
