@@ -4,9 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from toolkit.cli.data import app
+from tests.dmt import Dmt
 
 RECIPE = """
 name: small
@@ -31,14 +30,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-def dmt_data(*arguments: object) -> str:
-    result = CliRunner().invoke(app, [str(a) for a in arguments], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def test_prepare(recipe: Path) -> None:
-    said = json.loads(dmt_data("prepare", recipe, "--json"))
+def test_prepare(recipe: Path, dmt: Dmt) -> None:
+    said = dmt("data", "prepare", recipe, "--json").json
     assert said["train"] == {
         "documents": 6,
         "tokens": 6 * 116,
@@ -47,7 +40,7 @@ def test_prepare(recipe: Path) -> None:
     }
     assert said["validation"]["documents"] == 2
     assert said["vocab_size"] == 257
-    text = dmt_data("prepare", recipe)
+    text = dmt("data", "prepare", recipe).out
     assert "train: 6 documents, 696 tokens, 86 samples of 8" in text
 
 
@@ -62,14 +55,14 @@ model: {config: {max_position_embeddings: 96}}
 
 
 @pytest.mark.usefixtures("recipe")
-def test_show_chats(tmp_path: Path) -> None:
+def test_show_chats(tmp_path: Path, dmt: Dmt) -> None:
     turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\x1b[31mHey"}]
     rows = [{"messages": turns}, {"messages": turns[:1]}, {"messages": turns, "id": 1, "u": 2}]
     (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "chat.yaml").write_text(
         f"extends: recipe.yaml\n{CHAT}".replace("data:", "data:\n  validation_fraction: 0")
     )
-    said = json.loads(dmt_data("show", tmp_path / "chat.yaml", "--samples", 1, "--json"))
+    said = dmt("data", "show", tmp_path / "chat.yaml", "--samples", 1, "--json").json
     (sample,) = said["samples"]
     (document,) = sample["documents"]
     passages = [(passage["text"], passage["trained"]) for passage in document["passages"]]
@@ -82,19 +75,16 @@ def test_show_chats(tmp_path: Path) -> None:
     )
     assert said["counts"]["untrained"] == 1 and said["counts"]["samples"] == 2
     assert said["counts"]["unread_columns"] == ["id", "u"]
-    text = dmt_data("show", tmp_path / "chat.yaml", "--tokens", 60)
+    text = dmt("data", "show", tmp_path / "chat.yaml", "--tokens", 60).out
     assert "«\\x1b[31mHey" in text and "untrained: 1" in text and "more tokens" in text
     assert "unread columns: id, u" in text
     assert "of the tokens are trained (between « and »)" in text
 
 
-def test_show_text(recipe: Path) -> None:
+def test_show_text(recipe: Path, dmt: Dmt) -> None:
     """Documents, as the sample is cut from them: the first token of each is not trained."""
-    said = json.loads(
-        dmt_data(
-            "show", recipe, "--json", "--samples", 15, "--set", "data.validation_fraction=0"
-        )
-    )
+    whole = ("--set", "data.validation_fraction=0")
+    said = dmt("data", "show", recipe, "--json", "--samples", 15, *whole).json
     assert said["trained_share"] == 1 - 8 / (8 * 116) and said["counts"] is None
     assert said["lengths"][-1] == {"up_to": 128, "documents": 8}
     documents = said["samples"][14]["documents"]  # tokens 112 … 119; the second begins at 116
@@ -105,12 +95,12 @@ def test_show_text(recipe: Path) -> None:
     ]
 
 
-def test_a_blend(recipe: Path) -> None:
+def test_a_blend(recipe: Path, dmt: Dmt) -> None:
     """Every source under its own heading, and with its share of the run."""
     texts = f"kind: text, files: [{recipe.parent}/*.txt]"
     sources = f"[{{label: one, {texts}, weight: 3}}, {{label: two, {texts}, weight: 1}}]"
     blend = ("--set", f"data.train={sources}", "--set", "training.steps=4")
-    shown = dmt_data("show", recipe, "--samples", 0, *blend).splitlines()
+    shown = dmt("data", "show", recipe, "--samples", 0, *blend).out.splitlines()
     assert [line.split()[0] for line in shown if "═" in line] == ["one", "two"]
-    said = dmt_data("prepare", recipe, *blend)
+    said = dmt("data", "prepare", recipe, *blend).out
     assert "one: 75.00% of the samples" in said and "two: 25.00% of the samples" in said

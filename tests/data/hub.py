@@ -3,7 +3,6 @@
 import hashlib
 import json
 import threading
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -18,15 +17,13 @@ _FILES = f"/datasets/{NAME}/resolve/"
 
 
 class Hub:
-    """A repository of two revisions at most, and how the next downloads fail."""
+    """A repository of two revisions at most."""
 
     def __init__(self) -> None:
         self.url = ""
         self.files: dict[str, bytes] = {}
         """Of the branch `main`, by path."""
         self.commits: dict[str, dict[str, bytes]] = {}
-        self.failures: deque[str] = deque()
-        """`error` (500) or `cut` (half of the bytes): of the next ranges of files."""
 
     def commit(self) -> str:
         """The commit of the branch."""
@@ -68,16 +65,13 @@ class _Handler(BaseHTTPRequestHandler):
     def missing(self, code: str) -> None:
         self.send(404, b"", {"X-Error-Code": code})
 
-    def send(
-        self, status: int, body: bytes, headers: dict[str, str], *, cut: bool = False
-    ) -> None:
+    def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
         self.send_response(status)
         for name, value in {**headers, "Content-Length": str(len(body))}.items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if cut else body)
-        self.close_connection = self.close_connection or cut
+            self.wfile.write(body)
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"])).decode()
@@ -129,17 +123,13 @@ class _Handler(BaseHTTPRequestHandler):
             return
         commit = self.hub.commit() if revision == "main" else revision
         headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
-        asked, status, failure = self.headers.get("Range"), 200, ""
+        asked, status = self.headers.get("Range"), 200
         if asked is not None:
-            failure = self.hub.failures.popleft() if self.hub.failures else ""
             start, stop = asked.removeprefix("bytes=").split("-")
             last = min(int(stop), len(content) - 1)
             headers["Content-Range"] = f"bytes {start}-{last}/{len(content)}"
             content, status = content[int(start) : last + 1], 206
-        if failure == "error":
-            self.send(500, b"We are sorry", {})
-            return
-        self.send(status, content, headers, cut=failure == "cut")
+        self.send(status, content, headers)
 
 
 @contextmanager

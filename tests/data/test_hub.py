@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -27,19 +28,16 @@ configs:
 SCRIPT = """
 import json, sys
 from toolkit.data.build import build_data
-from toolkit.errors import DmtError
 from toolkit.recipe.schema import DataSection, TrainingSection
 
-data = DataSection.model_validate({"cache": "cache", **json.loads(sys.argv[1])})
-try:
+for train in json.loads(sys.argv[1]):
+    data = DataSection.model_validate({"cache": "cache", "train": {"kind": "hf", **train}})
     training = TrainingSection(sequence_length=8, global_batch_size=1, seed=0)
     built = build_data(data, training, 257)
     train = built.sources[0].train
     tokens = train.stream.read(0, len(train.stream))[0].tolist()
     found = bytes(0 if token == 256 else token for token in tokens).decode()
     print(json.dumps([found.split("\\0")[:-1], built.fingerprint]))
-except DmtError as error:
-    print(json.dumps(str(error)))
 """
 pytestmark = pytest.mark.slow
 
@@ -56,34 +54,28 @@ def repository(tmp_path: Path) -> Iterator[Hub]:
         yield found
 
 
-def built(folder: Path, found: Hub, train: dict[str, str], **data: object) -> object:
-    """Texts and fingerprint of the training data; or an error."""
-    data = {"train": {"kind": "hf", **train}, **data}
+def built(folder: Path, found: Hub, *sources: dict[str, str]) -> list[Any]:
+    """Texts and fingerprint of each source, as a new process sees the hub."""
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("HF_")},
         **found.environment,
         "HF_HOME": str(folder / "home"),
     }
     ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps(data)],
+        [sys.executable, "-c", SCRIPT, json.dumps(sources)],
         cwd=folder, env=env, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert TOKEN not in ended.stdout + ended.stderr
-    return json.loads(ended.stdout)
+    return [json.loads(line) for line in ended.stdout.splitlines()]
 
 
-def test_files_of_a_hub(tmp_path: Path, repository: Hub) -> None:
-    """By URL; what a branch becomes later is other data."""
-    url = f"hf://datasets/{NAME}/data/*.parquet"
-    repository.failures.extend(["error", "cut"])
-    texts, before = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
-    assert texts == TEXTS[:300]
+def test_files_and_ids_of_a_hub(tmp_path: Path, repository: Hub) -> None:
+    """By URL, too; what a branch becomes later is other data."""
+    files = {"path": f"hf://datasets/{NAME}/data/*.parquet"}
+    named = {"path": NAME, "name": "all"}
+    (texts, before), (by_name, _) = built(tmp_path, repository, files, named)
+    assert texts == by_name == TEXTS[:300]
     repository.files["data/1.parquet"] = repository.files["held-out.parquet"]
-    texts, after = built(tmp_path, repository, {"path": url})  # type: ignore[misc]
+    ((texts, after),) = built(tmp_path, repository, files)
     assert texts == TEXTS[:150] + TEXTS[300:] and after != before
-
-
-def test_a_hub_id(tmp_path: Path, repository: Hub) -> None:
-    texts, _ = built(tmp_path, repository, {"path": NAME, "name": "all"})  # type: ignore[misc]
-    assert texts == TEXTS[:300]

@@ -172,6 +172,10 @@ def test_hf_file_kinds(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "data.parquet")
     for kind in ("json", "jsonl", "jsonl.gz", "parquet"):
         assert list(open_hf(f"data.{kind}")) == TEXTS, kind
+    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
+    assert list(open_hf("lines.txt")) == ["one", "", "two"]
+    (tmp_path / "null.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
+    assert list(open_hf("null.jsonl")) == ["", "x"]
 
 
 @pytest.mark.parametrize("form", ["dictionary", "view"])
@@ -211,11 +215,6 @@ def test_files_of_save_to_disk(tmp_path: Path) -> None:
     assert list(open_hf("one/data-*-of-00002.arrow")) == TEXTS
 
 
-def test_hf_text_file_has_a_document_per_line(tmp_path: Path) -> None:
-    (tmp_path / "lines.txt").write_text("one\n\ntwo\n")
-    assert list(open_hf("lines.txt")) == ["one", "", "two"]
-
-
 def test_hf_glob_and_slices(tmp_path: Path) -> None:
     for i in range(4):
         (tmp_path / f"part-{i}.jsonl").write_text(json.dumps({"body": f"text {i}"}) + "\n")
@@ -238,11 +237,6 @@ def test_brackets_in_a_path(tmp_path: Path) -> None:
     ]:
         assert list(open_text(pattern)) == found
     assert list(open_hf("./exp[1]/d.jsonl")) == TEXTS
-
-
-def test_hf_null_is_an_empty_document(tmp_path: Path) -> None:
-    (tmp_path / "d.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
-    assert list(open_hf("d.jsonl")) == ["", "x"]
 
 
 def test_a_revision_is_one_of_the_hub(tmp_path: Path) -> None:

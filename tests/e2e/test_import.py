@@ -283,7 +283,7 @@ def imported(foreign: Project, dmt: Dmt, source: str, overrides: Sequence[str]) 
     command = ["checkpoint", "import", foreign.recipe, source_path, "--run-dir", run, *words]
     notes = [line for line in dmt(*command).err.splitlines() if line.startswith("note: ")]
     assert (len(notes) == 1) == source.startswith("deepspeed"), "about the data alone"
-    (folder,) = (run / "checkpoints").iterdir()
+    (folder,) = (run / "checkpoints").glob("step-*")
     return folder
 
 

@@ -266,17 +266,17 @@ def test_conversations_with_tools_use_the_template_for_tools(tmp_path: Path) -> 
 def test_processes_make_the_same_samples_in_the_same_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [chat(f"Hi {number}", f"Hello {number}") for number in range(3000)]
-    rows[2000] = {"messages": []}
+    rows = [chat(f"Hi {number}", f"Hello {number}") for number in range(1200)]
+    rows[800] = {"messages": []}
     write(tmp_path / "rows.jsonl", rows)
     monkeypatch.setattr(workers, "ALONE", 1)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
     data = build(tmp_path, {"malformed": "drop"})
-    expected = [said(f"Hi {n}", f"Hello {n}") for n in range(3000) if n != 2000]
+    expected = [said(f"Hi {n}", f"Hello {n}") for n in range(1200) if n != 800]
     assert texts(samples_of(data)) == expected
-    assert (report_of(data).rows, report_of(data).malformed) == (3000, 1)
+    assert (report_of(data).rows, report_of(data).malformed) == (1200, 1)
     # The first error is that of the first row.
-    with pytest.raises(DataError, match=r"rows\.jsonl:2001: it has no messages"):
+    with pytest.raises(DataError, match=r"rows\.jsonl:801: it has no messages"):
         build(tmp_path)
 
 
