@@ -169,15 +169,6 @@ def test_launch_prints_layout_trackers_and_warnings_alone(tmp_path: Path, dmt: D
     assert not [line for line in told if "auto" in line or line.startswith("exact")]
 
 
-def test_offload_on_a_cpu(dmt: Dmt) -> None:
-    settings = ("parallel.zero.stage=3", "parallel.zero.offload_optimizer=cpu")
-    out = shown(dmt, TINY, *changed(*settings))
-    assert "\n  layout   deepspeed dp2 zero3 optimizer:cpu\n" in out
-    assert "1 node × 2 cpu\n" in out
-    assert re.search(r"\n  memory   .* per process: ", out)
-    assert "(nominal): " in out
-
-
 def test_json_is_the_contract(dmt: Dmt) -> None:
     captured = dmt("plan", LLAMA_8B, "--json")
     output = json.loads(captured.out)

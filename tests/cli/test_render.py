@@ -19,11 +19,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     (
         "parallel.engine=megatron",
         "",
-        {
-            "transformer.num_query_groups": 2,
-            "optimizer.lr": 3.0e-3,
-            "ddp.overlap_grad_reduce": 0,
-        },
+        {"transformer.num_query_groups": 2, "optimizer.lr": 3.0e-3},
     ),
     # A model of megatron-core under DeepSpeed has both.
     ("parallel.model=megatron", "--to megatron", {"gpt.vocab_size": 320, "ddp": None}),

@@ -15,7 +15,6 @@ from safetensors.numpy import save, save_file
 from tests.data.building import train_bpe
 from tests.recipe.good import GOOD
 from toolkit.cli.check import judge
-from toolkit.cli.main import main
 from toolkit.data.build import build_data
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.errors import DataError
@@ -196,13 +195,3 @@ def test_a_later_file_without_the_column(recipe: Path) -> None:
 def test_what_is_right_or_elsewhere_passes(recipe: Path, override: str) -> None:
     overrides = (override, SFT) if "kind: chat" in override else (override,)
     assert not judge(recipe, overrides).problems
-
-
-def test_launch_refuses_before_there_is_a_run_directory(
-    recipe: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe.write_text(GOOD.replace("tokenizer: bytes", "tokenizer: ./missing"))
-    assert main(["launch", str(recipe), "--run-dir", "run"]) == 2
-    line = 1 + recipe.read_text().splitlines().index("  tokenizer: ./missing")
-    assert f"{recipe}:{line}  data.tokenizer" in capsys.readouterr().err
-    assert not Path("run").exists()

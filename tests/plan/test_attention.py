@@ -58,18 +58,6 @@ def test_cudnn_is_tried_first_where_it_is_faster(changes: dict[str, Any], kernel
     assert any(f"attention {kernel}: " in why for why in plan.reasons)
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({}, "attention cudnn: auto, the fastest on Hopper; "),
-        ({"training__deterministic": True}, "not cudnn: it is not deterministic"),
-    ],
-)
-def test_decisions_have_reasons(changes: dict[str, Any], reason: str) -> None:
-    settings = HOPPER | {"cluster__gpus_per_node": 2} | changes
-    assert any(reason in why for why in planned(**settings).reasons)
-
-
 def test_eager_attention_is_planned_and_refuses_no_layout() -> None:
     long = HOPPER | {"training__sequence_length": 8192, "kernels__compile": "none"}
     for engine in ("fsdp", "megatron"):

@@ -9,7 +9,7 @@ from tests.plan.making import MIXTRAL, TINY, recipe
 from toolkit.backend import adopt_engine_config
 from toolkit.engines.deepspeed.config import PRESETS
 from toolkit.models.families import model_spec
-from toolkit.plan.ledger import LedgerEntry, ledger, summary
+from toolkit.plan.ledger import LedgerEntry, ledger
 from toolkit.plan.planner import plan_recipe
 from toolkit.run.announce import ledger_of
 
@@ -108,12 +108,6 @@ def test_what_else_is_exact(changes: dict[str, Any], more: set[str]) -> None:
 def test_numbers_are_the_plans(changes: dict[str, Any], what: str, why: str) -> None:
     (entry,) = (entry for entry in entries(**changes) if entry.what == what)
     assert why in entry.why
-
-
-def test_summary_has_a_line_per_kind() -> None:
-    exact, approximated = summary(entries(**TP2))
-    assert exact.startswith("exact: initial weights, data order, packed documents")
-    assert approximated == "approximated: order of sums, kernels"
 
 
 SIXTEEN_BITS = {"training__precision": "bf16", "cluster__gpus_per_node": 4}

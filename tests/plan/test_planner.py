@@ -8,7 +8,7 @@ import pytest
 from tests.plan.making import TINY, llama_8b, recipe
 from toolkit.errors import PlanError, RecipeError
 from toolkit.models.families import model_spec
-from toolkit.models.hub import ShapeUnknown, model_config
+from toolkit.models.hub import model_config
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ModelSection
@@ -69,20 +69,6 @@ def test_what_is_illegal_by_now_is_refused() -> None:
     zero = {"stage": 2, "offload_optimizer": "nvme"}
     with pytest.raises(RecipeError, match="nvme with stage: 2"):
         plan_recipe(recipe(parallel__zero=zero))
-
-
-def test_a_shape_that_is_only_on_the_hub(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    wanted = recipe(model__config=None, model__hub="nobody/nothing")
-    with pytest.raises(ShapeUnknown, match="'nobody/nothing' is neither") as raised:
-        plan_recipe(wanted)
-    assert "model.config" in raised.value.fix
-    with pytest.raises(PlanError, match="neither a folder nor a hub id"):
-        plan_recipe(recipe(model__config=None, model__hub=str(tmp_path / "absent")))
 
 
 def test_a_shape_in_a_local_folder(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -470,15 +470,3 @@ def test_a_process_that_ends_early_is_an_error(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "ends"))
     with pytest.raises(DataError, match="a process that renders chats has ended"):
         build(tmp_path)
-
-
-def test_an_error_of_reading_is_not_one_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def batches() -> Iterator[Any]:
-        yield from ([], [])
-        raise ConnectionResetError("the store")
-
-    make: Any = len
-    monkeypatch.setattr(workers, "ALONE", 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(2))
-    with pytest.raises(ConnectionResetError, match="the store"):
-        list(workers.made_in_order(make, batches()))
