@@ -18,7 +18,6 @@ ALLOWED = {
     "plan/rules/models.py: pair_problems": "the model implementation megatron",
     "registry.py: ENGINES": "the registry",
     "doctor/needs.py: _packages": "the model implementation megatron",
-    "removed.py: VALUES": "the launcher deepspeed",
 }
 """Place and reason; a place is a file and what it defines at its top level."""
 

@@ -10,13 +10,14 @@ from toolkit.cli.main import main
 from toolkit.errors import RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
-from toolkit.removed import COMMANDS, DEFAULTS, SETTINGS, VALUES
+from toolkit.removed import removed
 from toolkit.run.changes import changes
 from toolkit.run.directory import RunDirectory, refuse_other_run
 
 BLEND = Path("recipes/tiny/llama-blend.yaml")
 PLAIN = Path("recipes/tiny/llama-bytes.yaml")
 
+REMOVED = removed()
 REQUIRED = {
     "outer": {"replicas": 2, "every_steps": 10},
     "adapter": {"rank": 4, "alpha": 8},
@@ -46,7 +47,7 @@ def with_setting(folder: Path, path: str, value: object) -> Path:
     return file
 
 
-@pytest.mark.parametrize("path", SETTINGS)
+@pytest.mark.parametrize("path", REMOVED.settings)
 def test_a_removed_setting(path: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe(with_setting(tmp_path, path, {"a": 1}))
@@ -54,8 +55,8 @@ def test_a_removed_setting(path: str, tmp_path: Path) -> None:
         one for one in error.value.problems if re.sub(r"\[\d+\]", "", one.key) == path
     )
     assert problem.found == "a setting that was removed" and problem.line
-    assert problem.fix == SETTINGS[path]
-    for unset in (None, default := DEFAULTS.get(path)):
+    assert problem.fix == REMOVED.settings[path]
+    for unset in (None, default := REMOVED.defaults.get(path)):
         load_recipe(with_setting(tmp_path, path, unset))
     if default in (0, 1):  # equal to a value of another type
         other = int(default) if isinstance(default, bool) else bool(default)
@@ -63,7 +64,7 @@ def test_a_removed_setting(path: str, tmp_path: Path) -> None:
             load_recipe(with_setting(tmp_path, path, other))
 
 
-@pytest.mark.parametrize("path", SETTINGS)
+@pytest.mark.parametrize("path", REMOVED.settings)
 def test_a_removed_setting_that_was_not_set_is_no_change(path: str) -> None:
     *sections, name = path.split(".")
     old: object = {name: None}
@@ -98,18 +99,24 @@ def test_a_run_with_a_removed_setting_is_not_told_to_state_it(
 
 
 @pytest.mark.parametrize(
-    ("path", "value"), [(path, value) for path, values in VALUES.items() for value in values]
+    ("path", "value"),
+    [(path, value) for path, values in REMOVED.values.items() for value in values],
 )
 def test_a_removed_value(path: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as error:
         load_recipe(with_setting(tmp_path, path, value))
     (problem,) = error.value.problems
-    assert (problem.key, problem.found, problem.fix) == (path, value, VALUES[path][value])
+    assert (problem.key, problem.found, problem.fix) == (
+        path,
+        value,
+        REMOVED.values[path][value],
+    )
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", REMOVED.commands)
 def test_a_removed_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(name.split()) == 2
     assert (
-        capsys.readouterr().err == f"dmt: `dmt {name}` was removed\n  fix: {COMMANDS[name]}\n"
+        capsys.readouterr().err
+        == f"dmt: `dmt {name}` was removed\n  fix: {REMOVED.commands[name]}\n"
     )

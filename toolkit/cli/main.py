@@ -60,6 +60,10 @@ VERBS: dict[str, Verb] = {
 """Every verb of `dmt`, in the order of `--help`."""
 
 
+_USAGE_ERROR: type[Exception] = typer.BadParameter.mro()[1]
+"""Base of typer's errors about a command line, which typer exports only by its subclasses."""
+
+
 class _LazyVerb(TyperCommand):
     """Placeholder of a verb in help texts. Becomes the real command when it is run."""
 
@@ -87,6 +91,16 @@ class _Verbs(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands.update({name: _LazyVerb(name, verb) for name, verb in VERBS.items()})
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the verb of a command line, which is `ctx.obj`. Raises DmtError for a removed
+        command or option."""
+        try:
+            return super().invoke(ctx)
+        except _USAGE_ERROR:
+            if removed := removed_command(ctx.obj):
+                raise DmtError(f"`dmt {removed[0]}` was removed", fix=removed[1]) from None
+            raise
 
 
 app = typer.Typer(
@@ -137,9 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
         _require_utf8()
-        if removed := removed_command(arguments):
-            raise DmtError(f"`dmt {removed[0]}` was removed", fix=removed[1])
-        app(args=arguments, prog_name="dmt")
+        app(args=arguments, prog_name="dmt", obj=arguments)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else EXIT_DONE
     except RecipeError as error:

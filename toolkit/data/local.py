@@ -48,7 +48,7 @@ from toolkit.recipe.schema import (
     Source,
     TextSource,
 )
-from toolkit.removed import SETTINGS
+from toolkit.removed import removed
 
 _FILES_OF_A_FOLDER = 8
 _FIRST_ROWS = 10_000
@@ -92,7 +92,7 @@ def _weights_problems(model: ModelSection) -> Iterator[Problem]:
         allowed = f"a folder with {SINGLE} or {INDEX}, for `init: pretrained`"
         fix = "use a model with safetensors weights, or set model.init to random"
         if (folder / "adapter_config.json").is_file():  # PEFT's
-            fix = SETTINGS["adapter.folder"]
+            fix = removed().settings["adapter.folder"]
         yield Problem("model.hub", f"{folder}, which has neither", allowed, fix)
         return
     try:  # Opening a file compares its size with what its header says.

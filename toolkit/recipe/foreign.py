@@ -12,7 +12,7 @@ from pathlib import Path
 from ruamel.yaml import YAML
 
 from toolkit.optimizers.base import OPTIMIZERS
-from toolkit.removed import VALUES
+from toolkit.removed import removed
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def value_fix(key: str, value: object) -> str:
     text = str(value).lower()
     if ours := FOREIGN_VALUES.get(key, {}).get(text):
         return f"write {ours}"
-    return VALUES.get(key, {}).get(text) or LATER_VALUES.get(key, {}).get(text, "")
+    return removed().values.get(key, {}).get(text) or LATER_VALUES.get(key, {}).get(text, "")
 
 
 @cache

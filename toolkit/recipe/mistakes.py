@@ -23,7 +23,7 @@ from toolkit.recipe.yaml_text import (
     plain_text,
     resolve_plain,
 )
-from toolkit.removed import SETTINGS
+from toolkit.removed import removed
 from toolkit.text.dotted import is_within
 from toolkit.text.suggest import closest
 
@@ -152,7 +152,7 @@ class _Explanation:
         section = dotted(path[:-1])
         here = self.fields(setting_of(path[:-1]), self.stated.at((*path[:-1], "kind")))
         accepted = f"in {f'`{section}`' if section else 'the top level'}: {', '.join(here)}"
-        if self.section is Recipe and (instead := SETTINGS.get(setting_of(path))):
+        if self.section is Recipe and (instead := removed().settings.get(setting_of(path))):
             return self.problem(path, "a setting that was removed", accepted, instead), []
         fix, meant = self.what_was_meant(str(path[-1]), section, here)
         return self.problem(path, "an unknown key", accepted, fix), meant

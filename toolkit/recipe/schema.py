@@ -7,11 +7,18 @@ two settings in `intake/checks.py`, file reading in `intake/load.py`, error text
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from toolkit.layout import (
     AttentionKernel,
@@ -836,11 +843,14 @@ class Recipe(Section):
     logging: LoggingSection = LoggingSection()
     launch: LaunchSection = LaunchSection()
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _without_removed(cls, stated: Any) -> Any:
+    def _without_removed(cls, stated: Any, validate: Callable[[Any], "Recipe"]) -> "Recipe":
         """Recipes of old runs state every setting; null is what no setting is."""
-        return without_unset(stated)
+        try:
+            return validate(stated)
+        except ValidationError:
+            return validate(without_unset(stated))
 
     @property
     def follows_validation(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.errors import Problem, RecipeError
 from toolkit.recipe.dump import dump_recipe
 from toolkit.recipe.schema import Recipe
-from toolkit.removed import SETTINGS
+from toolkit.removed import removed
 from toolkit.run import jsonl
 from toolkit.run.changes import ON_REQUEST, changes, may_change, parse_recipe, shown
 from toolkit.run.environment import environment_report
@@ -156,14 +156,14 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
         and not was_requested(run, key, new_value)
     ]
     # With a removed setting the run cannot resume, whatever the fixes of the others say.
-    if removed := [one for one in problems if one.key in SETTINGS]:
-        raise RecipeError(removed)
+    if gone := [one for one in problems if one.key in removed().settings]:
+        raise RecipeError(gone)
     if problems:
         raise RecipeError(problems)
 
 
 def _fix(key: str, old: object, new: object) -> str:
-    if key in SETTINGS:
+    if key in removed().settings:
         return (
             f"{_OTHER} for a new run; a release that has this setting can continue the old one"
         )
