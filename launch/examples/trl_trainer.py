@@ -54,7 +54,7 @@ def make_trainer(recipe: Recipe, **more: Any) -> SFTTrainer | DPOTrainer:
         config=config,
         dtype=torch.float32,
     )
-    rows = open_records(data, cache_folder(recipe.data.cache))
+    rows = open_records(data, cache_folder())
     return trainer(
         model=model,
         args=arguments,

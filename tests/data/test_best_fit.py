@@ -22,7 +22,7 @@ def build(folder: Path, texts: list[str], **data: Any) -> TrainingData:
     for number, text in enumerate(texts):
         (folder / f"{number:03}.txt").write_text(text)
     train = {"kind": "text", "files": ["*.txt"]}
-    section = {"train": train, "packing": "best_fit", "cache": "cache", **data}
+    section = {"train": train, "packing": "best_fit", **data}
     return built(folder, section, LENGTH)
 
 

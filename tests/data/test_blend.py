@@ -69,7 +69,7 @@ def build(folder: Path, **data: Any) -> TrainingData:
         {"kind": "text", "files": [f"{name}.txt"], "label": name, "weight": weight}
         for name, weight in zip(BYTES, (0.5, 0.3, 0.2), strict=True)
     ]
-    return built(folder, {"train": sources, "cache": "cache", **data}, 4, 8)
+    return built(folder, {"train": sources, **data}, 4, 8)
 
 
 def letters(data: TrainingData, start: int, count: int) -> Counter[str]:

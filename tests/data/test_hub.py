@@ -31,7 +31,7 @@ from toolkit.data.build import build_data
 from toolkit.recipe.schema import DataSection, TrainingSection
 
 for train in json.loads(sys.argv[1]):
-    data = DataSection.model_validate({"cache": "cache", "train": {"kind": "hf", **train}})
+    data = DataSection.model_validate({"train": {"kind": "hf", **train}})
     training = TrainingSection(sequence_length=8, global_batch_size=1, seed=0)
     built = build_data(data, training, 257)
     train = built.sources[0].train

@@ -25,8 +25,8 @@ ROWS = [{"text": "first", "id": 1}, {"text": "", "id": 2}, {"text": "Grüße\nzw
 TEXTS = ["first", "", "Grüße\nzwei"]
 
 
-def open_text(*files: str, exclude: tuple[str, ...] = ()) -> Documents:
-    source = TextSource(kind="text", files=files, exclude=exclude)
+def open_text(*files: str) -> Documents:
+    source = TextSource(kind="text", files=files)
     return open_source(source, Path("cache"))
 
 
@@ -68,14 +68,6 @@ def test_binary_files_are_not_text(tmp_path: Path, content: bytes, what: str) ->
     with pytest.raises(DataError, match=what) as raised:
         list(open_text("a.txt"))
     assert "kind: hf" in str(raised.value.fix)
-
-
-def test_exclude_files_and_folders(tmp_path: Path) -> None:
-    write_files(tmp_path, a_txt="a", b_txt="b", test__c_txt="c", test__deep__d_txt="d")
-    assert list(open_text("**/*.txt", exclude=("test", "b*"))) == ["a"]
-    assert list(open_text("**/*.txt", exclude=("test/**/d.txt",))) == ["a", "b", "c"]
-    with pytest.raises(DataError, match="`exclude` leaves none"):
-        open_text("**/*.txt", exclude=("**",))
 
 
 def test_stdlib() -> None:
@@ -149,12 +141,14 @@ def test_contents_are_hashed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DMT_CACHE", "/from/environment")
-    assert cache_folder("mine") == tmp_path / "mine"
-    assert cache_folder(None) == Path("/from/environment")
+    assert cache_folder() == Path("/from/environment")
+    monkeypatch.setenv("DMT_CACHE", "mine")
+    assert cache_folder() == tmp_path / "mine"
     monkeypatch.delenv("DMT_CACHE")
-    assert cache_folder(None) == Path.home() / ".cache" / "dmt"
+    assert cache_folder() == Path.home() / ".cache" / "dmt"
+    monkeypatch.setenv("DMT_CACHE", "s3://bucket/cache")
     with pytest.raises(DataError, match="which is a URL"):
-        cache_folder("s3://bucket/cache")
+        cache_folder()
 
 
 def write_jsonl(path: Path) -> None:

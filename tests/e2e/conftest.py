@@ -26,7 +26,6 @@ data:
   train: {kind: text, files: ["data/*.txt"]}
   validation_fraction: 0.2
   tokenizer: bytes
-  cache: cache
 training:
   steps: 20
   sequence_length: 32

@@ -34,7 +34,6 @@ model: {hub: model, init: pretrained}
 data:
   train: {kind: megatron, prefix: train}
   validation: {kind: megatron, prefix: validation}
-  cache: cache
 training:
   steps: 40
   sequence_length: 16

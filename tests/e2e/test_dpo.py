@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import rmtree
 
@@ -18,8 +19,8 @@ COMPUTING = "computing the reference's log-probabilities"
 
 
 @pytest.fixture(scope="module")
-def preferences(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """40 pairs of answers of one to five words."""
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """40 pairs of answers of one to five words, and a cache of their own."""
     folder = tmp_path_factory.mktemp("preferences")
     chance = random.Random(1)
 
@@ -40,7 +41,9 @@ def preferences(tmp_path_factory: pytest.TempPathFactory) -> Project:
     text = text.replace("max_position_embeddings: 64", "max_position_embeddings: 128")
     assert text.count("preference") == text.count("objective: dpo") == 1
     (folder / "recipe.yaml").write_text(text)
-    return Project(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DMT_CACHE", str(folder / "cache"))
+        yield Project(folder)
 
 
 @pytest.fixture(scope="module")

@@ -38,19 +38,6 @@ def test_a_signal_to_one_rank_saves_and_stops_all(project: Project):
     assert not events(run_dir, "restart")
 
 
-def test_ranks_that_do_not_leave_within_the_grace_write_their_stacks(project: Project):
-    run_dir = project.folder / "grace"
-    argv = project.command(run_dir.name, {**ENDLESS, "launch.grace_s": 2.0})
-    env = {"DMT_FAILPOINTS": "step=hang@rank1,hit5"}
-    with started(argv, project.folder, env) as command:
-        # What is sent from here on is asked about in the fifth step, which does not end.
-        command.wait_for(lambda: steps_logged(run_dir) >= 4, "the fourth step")
-        command.process.terminate()
-        ended = command.end(code=4)
-    assert "exit within launch.grace_s (2 s) and were killed" in ended.err
-    assert "toolkit/train/loop.py" in (run_dir / "logs" / "rank-1.log").read_text(), "stacks"
-
-
 def test_output_that_cannot_be_written_does_not_stop_a_run(project: Project):
     """A full log disk, a closed standard output: `2>&1 | head`, a killed `tee`."""
     run_dir = project.folder / "no-output"

@@ -145,7 +145,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
     "adapter": {
         "none": {},
         "all": _lora(targets="all-linear") | {"optimizer": {"groups": [GROUP_OF_B]}},
-        "some": _lora(targets=["v_proj", "up_proj"], rslora=True),
+        "some": _lora(targets=["v_proj", "up_proj"]),
         "attention": _lora(targets="attention"),
     },
     "frozen": {

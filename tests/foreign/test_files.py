@@ -119,6 +119,8 @@ def test_another_run_or_a_value_that_is_not_understood(
     [
         ("stage: dpo\ndataset: x", "dpo.beta", None),  # the recipe's default is the tool's
         ("stage: sft\ndataset: x\nlora_rank: 4", "adapter.alpha", 8),
+        ("stage: sft\ndataset: x\nlora_rank: 4\nuse_rslora: true", "adapter.alpha", 16),
+        ("stage: sft\ndataset: x\nlora_rank: 4\nuse_rslora: false", "adapter.alpha", 8),
         ("base_model: m\nmicro_batch_size: 2\nbatch_size: 9", "training.global_batch_size", 64),
         ("base_model: m\nrl: ipo\nrl_beta: 0.2", "dpo.loss", "ipo"),
         ("base_model: m\nlr_scheduler: constant\nwarmup_steps: 9",

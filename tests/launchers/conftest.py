@@ -17,14 +17,11 @@ from toolkit.recipe.schema import ClusterSection, LaunchSection
 
 
 def run_stand_ins(
-    name: str, run_dir: Path, behaviour: str, ranks: int, grace_s: float, failed_grace_s: float
+    name: str, run_dir: Path, behaviour: str, ranks: int, failed_grace_s: float
 ) -> int:
     """Launch stand-in workers; returns the exit code."""
     ranks_of_a_machine.FAILED_GRACE_S = failed_grace_s
-    cluster, launch = (
-        ClusterSection(gpus_per_node=ranks),
-        LaunchSection(grace_s=grace_s or None),
-    )
+    cluster, launch = ClusterSection(gpus_per_node=ranks), LaunchSection()
     worker = tuple(map(str, (STAND_IN, run_dir, behaviour)))
     chosen = starter(name)
     spec = chosen.spec(Job(run_dir, cluster, launch, worker=worker))
@@ -42,12 +39,11 @@ class Launch:
         run_dir: Path,
         behaviour: str,
         ranks: int = 2,
-        grace_s: float = 0,
         failed_grace_s: float = ranks_of_a_machine.FAILED_GRACE_S,
     ) -> None:
         self.run_dir = run_dir
         self.ranks = ranks
-        arguments = name, run_dir, behaviour, ranks, grace_s, failed_grace_s
+        arguments = name, run_dir, behaviour, ranks, failed_grace_s
         self.process = WarmProcess(run_dir / "said", run_stand_ins, *arguments)
 
     def worker_pids(self) -> list[int]:

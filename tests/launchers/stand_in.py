@@ -2,7 +2,6 @@
 
 It leaves `pid-RANK` and `env-RANK` in RUN_DIR, and writes events as a worker does.
 Behaviours: `done`; `sleep` (until SIGTERM, then 75); `stubborn` (ignores SIGTERM);
-`saved` (stubborn, after it has said that it saved);
 `early` (still importing: no handlers, no events); `fail=RANK:CODE` (that rank fails
 a moment after all have started, the others sleep; with ` stubborn` behind it, they ignore
 SIGTERM; with ` telling`, it says why, as a worker does; with ` losing`, that it lost another).
@@ -69,9 +68,6 @@ while time.monotonic() - began < 3600:
             if "losing" in behaviour:
                 leave(int(code), error=PEER_LOST)
             leave(int(code))
-    if asked and behaviour == "saved":
-        event("signal", step=7)
-        behaviour = "stubborn"
     if asked and "stubborn" not in behaviour:
         time.sleep(0.3)  # Saving.
         leave(75)

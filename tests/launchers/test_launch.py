@@ -130,17 +130,6 @@ def test_a_rank_that_does_not_follow_a_failed_one_is_killed_after_the_grace(star
     assert not alive(pids[0])
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_after_the_grace_message_and_code_say_whether_the_step_is_saved(start, saved):
-    launch = start("local", "saved" if saved else "stubborn", grace_s=0.5)
-    launch.worker_pids()
-    launch.process.send_signal(signal.SIGTERM)
-    code, errors = launch.end()
-    said = "step 7 is saved, but the ranks did not" if saved else "the ranks did not save and"
-    assert f"error: {said} exit within launch.grace_s (0.5 s) and were killed" in errors
-    assert code == (75 if saved else 4)
-
-
 def test_no_orphan_when_the_launcher_is_killed(start):
     launch = start("local", "sleep")
     pids = launch.worker_pids()

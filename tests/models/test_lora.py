@@ -120,7 +120,7 @@ def test_every_element_is_in_one_shard(targets: Any, degree: int) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "scaling"),
-    [({}, 2.0), ({"rslora": True}, 4.0), ({"rank": 16, "alpha": 4.0}, 0.25)],
+    [({}, 2.0), ({"rank": 16, "alpha": 4.0}, 0.25)],
 )
 def test_scaling(fields: Any, scaling: float) -> None:
     adapters = lora(TINY, **fields)

@@ -56,9 +56,7 @@ class TestExtends:
             tmp_path, "top.yaml", "extends: good.yaml\ndata: {train: {kind: hf, path: a/b}}\n"
         )
         assert load_recipe(path).data.train == HfSource(kind="hf", path="a/b")
-        same = write(
-            tmp_path, "same.yaml", "extends: good.yaml\ndata: {train: {exclude: [a]}}\n"
-        )
+        same = write(tmp_path, "same.yaml", "extends: good.yaml\ndata: {train: {label: a}}\n")
         source = load_recipe(same).data.train
         assert isinstance(source, TextSource)
         assert source.files == ("{stdlib}/*.py",)
@@ -257,29 +255,29 @@ class TestPaths:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         base = GOOD.replace('"{stdlib}/*.py"', '"{stdlib}/*.py", "texts/*.txt", /abs/x.txt')
-        base = base.replace("tokenizer: bytes", "tokenizer: tok\n  cache: tokens")
+        base = base.replace("tokenizer: bytes", "tokenizer: tok")
         write(tmp_path, "base/base.yaml", base.replace("stage: auto", "config: my.json"))
         (tmp_path / "base/tok").mkdir()
         top = write(
             tmp_path,
             "top/top.yaml",
-            "extends: ../base/base.yaml\nmodel: {hub: ./weights}\n"
+            "extends: ../base/base.yaml\n"
+            "parallel: {zero: {nvme_path: nvme, offload_optimizer: nvme}}\n"
             "data: {validation_fraction: 0.0, validation: {kind: hf, path: 'v/*.parquet'}}\n",
         )
         monkeypatch.chdir(tmp_path)
-        recipe = load_recipe(Path("top/top.yaml"), ["data.train.exclude=[out.txt]"])
+        recipe = load_recipe(Path("top/top.yaml"), ["model.hub=./weights"])
         source, validation = recipe.data.train, recipe.data.validation
         assert isinstance(source, TextSource)
         assert isinstance(validation, HfSource)
         folder = f"{tmp_path}/top/../base"
         assert source.files == ("{stdlib}/*.py", f"{folder}/texts/*.txt", "/abs/x.txt")
-        assert source.exclude == (f"{tmp_path}/out.txt",)
         assert validation.path == f"{tmp_path}/top/v/*.parquet"
         assert recipe.data.tokenizer == f"{folder}/tok"
-        assert recipe.data.cache == f"{folder}/tokens"
         assert recipe.parallel.zero.config == f"{folder}/my.json"
-        assert recipe.model.hub == f"{tmp_path}/top/weights"
-        assert recipe == load_recipe(top, [f"data.train.exclude=[{tmp_path}/out.txt]"])
+        assert recipe.parallel.zero.nvme_path == f"{tmp_path}/top/nvme"
+        assert recipe.model.hub == f"{tmp_path}/weights"
+        assert recipe == load_recipe(top, [f"model.hub={tmp_path}/weights"])
 
     @pytest.mark.parametrize(
         "setting",
@@ -312,10 +310,11 @@ class TestPaths:
         assert stated == str(tmp_path / name)
 
     def test_home(self, good: Path) -> None:
-        assert load_recipe(good, ["data.cache=~/c"]).data.cache == str(Path.home() / "c")
+        recipe = load_recipe(good, ["data.tokenizer=~/t"])
+        assert recipe.data.tokenizer == str(Path.home() / "t")
 
     def test_strange_paths_do_not_raise(self, good: Path) -> None:
-        load_recipe(good, ["data.cache=~no-such-user/c", "data.tokenizer=" + "x" * 4000])
+        load_recipe(good, ["model.hub=~no-such-user/c", "data.tokenizer=" + "x" * 4000])
 
 
 class TestFiles:

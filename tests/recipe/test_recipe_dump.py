@@ -25,7 +25,6 @@ FLOATS = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     data = Recipe.model_validate(YAML(typ="safe").load(GOOD)).model_dump()
-    data["data"]["train"]["exclude"] = ["{stdlib}" + text for text in draw(st.lists(ANY_TEXT))]
     data["data"]["train"]["files"] = ["/" + text for text in draw(st.lists(TEXTS, min_size=1))]
     data["data"]["tokenizer_revision"] = draw(st.none() | ANY_TEXT)
     data["optimizer"]["eps"] = draw(FLOATS)

@@ -163,8 +163,8 @@ def run_both(
     """Two replicas that have started, the second with a `fault`, and their run directories."""
     commands = []
     for number, faults in enumerate(("", fault)):
-        argv = project.command(f"{name}{number}", {**changes, "parallel.outer.replica": number})
-        env = {"DMT_FAILPOINTS": faults}
+        argv = project.command(f"{name}{number}", changes)
+        env = {"DMT_FAILPOINTS": faults, "REPLICA_GROUP_ID": str(number)}
         commands.append(stack.enter_context(started(argv, project.folder, env)))
     return commands, [project.folder / f"{name}{number}" for number in (0, 1)]
 
@@ -211,10 +211,10 @@ def test_replicas_that_differ_are_refused(own_project: Project) -> None:
     with ExitStack() as stack:
         commands = []
         for number in (0, 1):
-            place = {"parallel.outer.replica": number}
-            changes = {**SETTINGS, **place, "training.global_batch_size": 8 * (number + 1)}
+            changes = {**SETTINGS, "training.global_batch_size": 8 * (number + 1)}
             command = own_project.command(f"run{number}", changes)
-            commands.append(stack.enter_context(started(command, own_project.folder)))
+            env = {"REPLICA_GROUP_ID": str(number)}
+            commands.append(stack.enter_context(started(command, own_project.folder, env)))
         wait_until(lambda: any(one.process.poll() for one in commands), "a refusal")
         (refused,) = (one for one in commands if one.process.poll() is not None)
         assert "error: the replicas cannot exchange weights" in refused.end(code=4).err
@@ -315,11 +315,10 @@ def test_replicas_have_every_sample_of_a_batch_once() -> None:
 
 def test_what_disagrees_is_one_error_each(tmp_path: Path) -> None:
     recipe = write_project(tmp_path)
-    outer = "parallel.outer={replicas: 3, every_steps: 4, replica: 3}"
+    outer = "parallel.outer={replicas: 3, every_steps: 4}"
     with pytest.raises(RecipeError) as found:
         load_recipe(recipe, [outer, "checkpoint.every_steps=6", "schedule.name=plateau"])
     assert {problem.key for problem in found.value.problems} >= {
-        "parallel.outer.replica",
         "checkpoint.every_steps",
         "schedule.name",
     }
@@ -328,7 +327,11 @@ def test_what_disagrees_is_one_error_each(tmp_path: Path) -> None:
 def test_a_launch_states_which_replica_it_is(own_project: Project) -> None:
     ended = own_project.launch("run", {"parallel.outer.replicas": 2}, code=2)
     assert "torchft_lighthouse" in ended.err and "Traceback" not in ended.err
-    changes = {"parallel.outer.replicas": 2, "parallel.outer.replica": 0}
-    with patch.dict(os.environ, {"TORCHFT_LIGHTHOUSE": "here:80"}):
-        ended = own_project.launch("run", changes, code=2)
-    assert "TORCHFT_LIGHTHOUSE: here:80, not http://HOST:PORT" in ended.err
+    for replica, message in {
+        "0": "TORCHFT_LIGHTHOUSE: here:80, not http://HOST:PORT",
+        "2": "REPLICA_GROUP_ID: 2, not a number from 0 to 1",
+    }.items():
+        env = {"TORCHFT_LIGHTHOUSE": "here:80", "REPLICA_GROUP_ID": replica}
+        with patch.dict(os.environ, env):
+            ended = own_project.launch("run", {"parallel.outer.replicas": 2}, code=2)
+        assert message in ended.err

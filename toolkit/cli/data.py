@@ -44,7 +44,7 @@ def prepare(
         "sequence_length": loaded.training.sequence_length,
         "vocab_size": len(data.tokenizer),
         "fingerprint": data.fingerprint,
-        "cache": str(cache_folder(loaded.data.cache)),
+        "cache": str(cache_folder()),
     }
     output(as_json, summary, _lines(summary), wrap=False)
 

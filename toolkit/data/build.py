@@ -190,7 +190,7 @@ class _Builder:
 
     @property
     def cache(self) -> Path:
-        return cache_folder(self.data.cache)
+        return cache_folder()
 
     def build(self, source: Source, fraction: float) -> SourceData:
         """Samples of one source. `fraction` of its documents are held out."""

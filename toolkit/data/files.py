@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 _MOMENT_S = 1.0
 
 
-def cache_folder(configured: str | None) -> Path:
-    """Folder for tokenised data: the recipe's, else `$DMT_CACHE`, else `~/.cache/dmt`.
+def cache_folder() -> Path:
+    """Folder for tokenised data: `$DMT_CACHE`, else `~/.cache/dmt`.
 
     Raises DataError for a URL.
     """
-    chosen = configured or os.environ.get("DMT_CACHE")
+    chosen = os.environ.get("DMT_CACHE")
     if chosen and is_remote(chosen):
         fix = "name a folder on this machine, or one that machines share, without a URL"
-        raise DataError(f"the data cache is `{redact(chosen)}`, which is a URL", fix=fix)
+        raise DataError(f"DMT_CACHE is `{redact(chosen)}`, which is a URL", fix=fix)
     return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "dmt"
 
 
@@ -62,7 +62,7 @@ def cache_not_writable(folder: Path, error: OSError) -> DataError:
     """The error if tokenised data cannot be stored."""
     return DataError(
         f"cannot write to the data cache {folder}: {error.strerror or error}",
-        fix="name a folder with enough space in `data.cache` or in $DMT_CACHE",
+        fix="name a folder with enough space in $DMT_CACHE",
     )
 
 
@@ -70,5 +70,5 @@ def unreadable(path: object, error: OSError) -> DataError:
     """The error if a data file cannot be read."""
     return DataError(
         f"cannot read {path}: {error.strerror or error}",
-        fix="make the file readable, or leave it out with `exclude`",
+        fix="make the file readable, or name other files in the recipe",
     )

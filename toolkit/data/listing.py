@@ -39,27 +39,13 @@ _UNSETTLED_S = 2.0
 """A file changed this recently may change again with the same time stamp."""
 
 
-def find_files(patterns: Sequence[str], exclude: Sequence[str] = ()) -> list[DataFile]:
-    """Files that match, each once: pattern by pattern, sorted by path within a pattern.
-
-    The order does not depend on the file system. Excluding a folder excludes everything below
-    it.
+def find_files(patterns: Sequence[str]) -> list[DataFile]:
+    """Files that match, each once: pattern by pattern, sorted by path within a pattern. The
+    order does not depend on the file system.
 
     Raises DataError when a pattern matches no file.
     """
-    left_out = {one for pattern in exclude for one in _excluded(pattern)}
-    found: dict[DataFile, None] = {}
-    for pattern in patterns:
-        for file in _matching(pattern):
-            folders = file.parents if isinstance(file, Path) else ()
-            if not {file, *folders} & left_out:
-                found[file] = None
-    if not found:
-        raise DataError(
-            f"`exclude` leaves none of the files that match {', '.join(map(shown, patterns))}",
-            fix="narrow the globs under `exclude`",
-        )
-    return list(found)
+    return list(dict.fromkeys(file for one in patterns for file in _matching(one)))
 
 
 def _matching(pattern: str) -> Sequence[DataFile]:
@@ -77,12 +63,6 @@ def _matching(pattern: str) -> Sequence[DataFile]:
             f"`{pattern}` is a folder", fix=f"write a glob of its files, e.g. `{inside}`"
         )
     raise DataError(f"no file matches `{_expand(pattern)}`", fix=fix)
-
-
-def _excluded(pattern: str) -> Sequence[DataFile]:
-    if is_remote(pattern):
-        return [*list_files(pattern), *list_files(f"{pattern.rstrip('/')}/**/*")]
-    return matching_paths(pattern)
 
 
 def matching_paths(pattern: str) -> list[Path]:
@@ -123,8 +103,8 @@ def check_text(file: DataFile, beginning: bytes) -> None:
         raise DataError(
             f"{file} is not text: of its first {replaced:,} characters, {wrong:,} are NUL or "
             "not UTF-8",
-            fix="convert it to UTF-8, or leave it out with `exclude`; for Parquet, Arrow and "
-            f"JSON files, {_ROWS}; for Megatron's `.bin` and `.idx`, `kind: megatron`",
+            fix="convert it to UTF-8, or name others in `files`; for Parquet, Arrow and JSON "
+            f"files, {_ROWS}; for Megatron's `.bin` and `.idx`, `kind: megatron`",
         )
 
 

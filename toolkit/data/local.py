@@ -165,7 +165,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         elif isinstance(source, TextSource):
             allowed = "files and globs that each match a file"
             if here := [pattern for pattern in source.files if pattern not in remote]:
-                for file in find_files(here, () if remote else source.exclude):
+                for file in find_files(here):
                     if isinstance(file, Path):
                         check_beginning(file)
     except (DataError, BackendUnavailable) as error:

@@ -42,7 +42,7 @@ def open_source(source: TextSource | HfSource, cache: Path) -> Documents:
     none, BackendUnavailable when `datasets` is missing.
     """
     if isinstance(source, TextSource):
-        files = find_files(source.files, source.exclude)
+        files = find_files(source.files)
         return Documents(content_fingerprint(files, cache), partial(_texts_of_files, files))
     records = open_records(source, cache)
     if not records.files:

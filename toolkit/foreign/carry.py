@@ -26,6 +26,8 @@ ACCUMULATION, WORLD, PER_RANK = "accumulation", "world", "batch_per_rank"
 DEEPSPEED_BATCH, SHARDS = "deepspeed_batch", "shards"
 DERIVED = (ACCUMULATION, WORLD, PER_RANK, DEEPSPEED_BATCH, SHARDS)
 """Numbers that a recipe derives, and other tools state."""
+RSLORA = "rslora"
+"""Whether another tool divides `adapter.alpha` by √rank. A recipe divides it by the rank."""
 AUTO = "auto"
 OFF: tuple[object, ...] = (None, False, 0, "", "none", "no", "false", [], {})
 """Values with which a setting does nothing."""
@@ -301,6 +303,8 @@ def fitting(key: str, value: Any) -> tuple[Any, str]:
     if key in DERIVED:
         is_count = type(value) is int and value > 0
         return value, "" if is_count else "a whole number of 1 or more"
+    if key == RSLORA:
+        return value, "" if isinstance(value, bool | None) else "true or false"
     name, bracket, _ = key.partition("[")
     setting = recipe_settings().get(name)
     if name == "name" or name.startswith(("data.train.", "data.validation.")):

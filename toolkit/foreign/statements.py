@@ -9,6 +9,7 @@ from toolkit.foreign.carry import (
     DEEPSPEED_BATCH,
     DERIVED,
     PER_RANK,
+    RSLORA,
     SHARDS,
     WORLD,
     Carried,
@@ -78,10 +79,29 @@ def add_betas(found: Found) -> None:
         found.values.setdefault(_BETAS, Carried(both, stated.at))
 
 
+def add_alpha(found: Found) -> None:
+    """The alpha that scales adapters as rsLoRA's alpha / √rank (arXiv:2312.03732)."""
+    stated, (rank, alpha) = (
+        found.values.pop(RSLORA, None),
+        (
+            found.value(f"adapter.{name}", found.defaults.get(f"adapter.{name}"))
+            for name in ("rank", "alpha")
+        ),
+    )
+    if stated is None or not stated.value:
+        return
+    if rank is None or alpha is None:
+        found.drop(stated.at, "write adapter.alpha, which is divided by the rank, times √rank")
+        return
+    note = f"alpha {alpha:g} · √{rank}, for rsLoRA's scaling"
+    found.values["adapter.alpha"] = Carried(alpha * math.sqrt(rank), stated.at, note)
+
+
 def complete(found: Found, ranks: int | None) -> None:
     """Add what the tools do where the files are silent, and drop what a recipe derives. `ranks`
     count where the files state none."""
     add_betas(found)
+    add_alpha(found)
     degrees = ("parallel.tensor", "parallel.pipeline", "parallel.context")
     others, ranks = math.prod(map(found.number, degrees)), ranks_of(found) or ranks
     add_batch(

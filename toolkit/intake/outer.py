@@ -14,9 +14,6 @@ def outer_problems(recipe: Recipe) -> Iterator[Problem]:
     on one run's validation losses."""
     if (outer := recipe.parallel.outer) is None:
         return
-    if outer.replica is not None and outer.replica >= outer.replicas:
-        allowed = f"0 to {outer.replicas - 1}"
-        yield Problem(f"{_KEY}.replica", str(outer.replica), allowed, "number them from 0")
     steps, key = recipe.checkpoint.every_steps, "checkpoint.every_steps"
     if steps is not None and steps % outer.every_steps:
         nearest = -(-steps // outer.every_steps) * outer.every_steps

@@ -50,7 +50,7 @@ from toolkit.launchers.outcome import (
     newest_step,
     not_retryable,
 )
-from toolkit.launchers.process import POLL_S, Deadline, StopRequested, StopSignals
+from toolkit.launchers.process import POLL_S, StopRequested, StopSignals
 from toolkit.launchers.ranks import RankWatch
 from toolkit.run import jsonl
 from toolkit.run.assignment import MEETING
@@ -312,10 +312,8 @@ class Agent(SimpleElasticAgent):
         watch = self._watch
         if watch is not None and not (self._failed or self._lost_a_machine()):
             self._store.set(_RESIZING, "")
-            deadline = Deadline()
-            deadline.start(self._spec.grace_s)
             watch.stop()
-            while None in watch.codes() and not (deadline.passed or self._lost_a_machine()):
+            while None in watch.codes() and not self._lost_a_machine():
                 time.sleep(POLL_S)
         self._shutdown()
 

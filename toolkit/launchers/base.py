@@ -4,7 +4,6 @@ A launcher's `Starter` defines what would be started (`spec`, printable, without
 and how it ended (`run`).
 """
 
-import math
 import os
 import shlex
 import socket
@@ -72,11 +71,6 @@ class Job:
         return self.worker or (*DMT, "train", str(self.run_dir))
 
     @property
-    def grace_s(self) -> float:
-        """How long ranks may take to save and leave."""
-        return self.launch.grace_s or math.inf
-
-    @property
     def recipe_file(self) -> Path:
         """Where `recipe` is kept for workers that plan it again."""
         return RunDirectory(self.run_dir).handed_over
@@ -115,8 +109,6 @@ class LaunchSpec:
     """Added to the current environment, without its rendezvous variables."""
     rank_env: tuple[Mapping[str, str], ...] = ({},)
     """One process is started per entry, with these variables in addition to `env`."""
-    grace_s: float = math.inf
-    """Time that ranks have to save and exit after a stop request. Then they are killed."""
     files: Mapping[Path, str] = field(default_factory=dict)
     """Files to write before anything is started."""
     meeting: Meeting | None = None
@@ -206,7 +198,7 @@ _OF_THIS_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH")
 _SETTINGS = (
     *("CUBLAS_", "CUDA_", "GLOO_", "NCCL_", "NVTE_", "OMP_", "PYTORCH_", "TORCH_", "TRITON_"),
     *("UCX_", "DMT_", "DS_ACCELERATOR", "HF_", "LD_LIBRARY_PATH", "PYTHONPATH"),
-    *("MLFLOW_", "TORCHFT_", "WANDB_"),
+    *("MLFLOW_", "REPLICA_GROUP_ID", "TORCHFT_", "WANDB_"),
 )
 """Prefixes of variables that change how ranks compute, communicate and report."""
 

@@ -38,7 +38,6 @@ class LocalStarter:
                 job.run_dir,
                 env=worker_env(job),
                 rank_env=tuple({"LOCAL_RANK": str(rank)} for rank in ranks),
-                grace_s=job.grace_s,
                 files={job.recipe_file: job.recipe},
                 meeting=_meeting(job),
             )
@@ -53,7 +52,6 @@ class LocalStarter:
             job.run_dir,
             env={**worker_env(job), **rendezvous},
             rank_env=tuple({"RANK": str(r), "LOCAL_RANK": str(r)} for r in ranks),
-            grace_s=job.grace_s,
             meeting=Meeting(f"{LOOPBACK}:0", job.name, job.launch.max_restarts),
         )
 

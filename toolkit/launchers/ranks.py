@@ -22,7 +22,7 @@ from toolkit.launchers.process import (
     show_stacks,
 )
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset, grace_over
+from toolkit.run.ending import events_offset
 from toolkit.text.redact import copy_to_log
 from toolkit.text.terminal import tell
 
@@ -113,8 +113,6 @@ class RankWatch(RankProcesses):
         self._stopping = False
         self._failed: list[RankExit] = []
         self._deadline = Deadline()
-        self._saved = False
-        """Whether the ranks had saved when they were killed after `launch.grace_s`."""
         super().__init__(spec, on_terminal=True)
 
     def watch(self) -> bool:
@@ -124,16 +122,11 @@ class RankWatch(RankProcesses):
         if self._signals.kill_requested:
             self.kill()
         if self._deadline.passed:
-            message, code = grace_over(self._spec.grace_s, self._spec.run_dir, self._offset)
-            if not self._failed:
-                tell(f"error: {message}")
-                self._saved = code == EXIT_RESUMABLE
             show_stacks(self.running())
             self.kill()
         if self._signals.stop_requested and not self._stopping:
             tell(STOPPING)
             self.stop()
-            self._deadline.start(self._spec.grace_s)
         self._note_failure()
         self.sleep_until_exit()
         return True
@@ -146,8 +139,6 @@ class RankWatch(RankProcesses):
     def outcome(self) -> tuple[int, str]:
         """Exit code of the ranks, which have all ended, and the reason of a failure, which is
         printed."""
-        if self._saved:
-            return EXIT_RESUMABLE, ""
         self._note_failure()
         self.finish_logs()
         codes = self.codes()

@@ -90,6 +90,8 @@ _NAMES = {
     # adapters
     Foreign("adapter", "a map with rank and alpha"): "peft use_peft lora peft_config",
     Foreign("adapter.rank"): "adapter.r",
+    Foreign("adapter.alpha", "divided by the rank: multiply it by √rank"):
+        "use_rslora peft_use_rslora",
     Foreign("adapter.targets", "all-linear, attention, mlp or a list"):
         "target_modules lora_target lora_target_modules lora_target_linear",
     # model and data

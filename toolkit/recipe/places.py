@@ -92,10 +92,10 @@ def find_recipe(path: Path) -> Path:
 _PATH_BEGINNINGS = ("./", "../", "/", "~")
 _DATA_SUFFIXES = (".json", ".jsonl", ".parquet", ".txt", ".gz", ".zst")
 _SOURCES = ("data.train", "data.validation")
-_GLOBS = {f"{source}.{key}" for source in _SOURCES for key in ("files", "exclude")}
+_GLOBS = {f"{source}.files" for source in _SOURCES}
 _ROWS = {f"{source}.path" for source in _SOURCES}
 _FILES = {
-    *("model.checkpoint", "data.cache", "parallel.zero.nvme_path"),
+    *("model.checkpoint", "parallel.zero.nvme_path"),
     *(f"{source}.prefix" for source in _SOURCES),
     *_GLOBS,
 }

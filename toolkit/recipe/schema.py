@@ -191,8 +191,6 @@ class TextSource(SourceSection):
     files: Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
     """Files and globs (`**` allowed), relative to the recipe's file. `{stdlib}` is the standard
     library's folder of the running Python."""
-    exclude: Annotated[tuple[NonEmpty, ...], Field(strict=False)] = ()
-    """Globs to exclude, in the same form as `files`."""
 
     @property
     def place(self) -> str:
@@ -202,7 +200,7 @@ class TextSource(SourceSection):
     @property
     def places(self) -> tuple[str, ...]:
         """See `SourceSection.places`."""
-        return (*self.files, *self.exclude)
+        return self.files
 
 
 class RowsSource(SourceSection):
@@ -339,8 +337,6 @@ class DataSection(Section):
     packing: Literal["none", "greedy", "best_fit"] = "none"
     """Chats: `none`, one conversation a row; `greedy`, as many whole ones as fit. Documents:
     `none`, concatenated and cut; `best_fit`, as many whole ones as fit."""
-    cache: NonEmpty | None = None
-    """Folder for tokenised data; default `$DMT_CACHE`, or `~/.cache/dmt`."""
 
     @property
     def sources(self) -> tuple[Source, ...]:
@@ -484,9 +480,7 @@ class AdapterSection(Section):
     rank: Annotated[int, Field(ge=1, le=65536)]
     """LoRA rank r."""
     alpha: PositiveFloat
-    """scaling = alpha / rank."""
-    rslora: bool = False
-    """scaling = alpha / √rank instead."""
+    """scaling = alpha / rank. For rsLoRA's scaling, multiply its alpha by √rank."""
     targets: AdapterTargets = "all-linear"
     """Projections with an adapter; or a list of these words and of names, e.g.
     `[attention, up_proj]`. In a mixture of experts: attention or its projections."""
@@ -603,7 +597,8 @@ class ZeroSection(Section):
 
 class OuterSection(Section):
     """Replicas that train on their own between exchanges of weights (DiLoCo). They meet at
-    `torchft_lighthouse`, whose address is the environment's TORCHFT_LIGHTHOUSE."""
+    `torchft_lighthouse`, whose address is the environment's TORCHFT_LIGHTHOUSE. A launch starts
+    the replica whose number, from 0, is REPLICA_GROUP_ID there."""
 
     replicas: Annotated[int, Field(ge=2, le=1024)]
     """Number of replicas, each a run of its own with the machines of `cluster`. Each trains
@@ -618,8 +613,6 @@ class OuterSection(Section):
     overlap: Literal["none", "delayed"] = "none"
     """`delayed`: changes of weights are sent while the next round trains, and applied at its
     end."""
-    replica: Count | None = None
-    """Which replica this is, from 0; a launch starts one."""
 
 
 class ParallelSection(Section):
@@ -764,9 +757,6 @@ class LaunchSection(Section):
     """Seconds that one step, save or validation may take, the first step three times as long.
     Then each rank logs its stacks, and the run fails (and is restarted). Before the first step,
     the limit is two hours without progress."""
-    grace_s: PositiveFloat | None = None
-    """Seconds that ranks may take to save and exit after a signal to `dmt launch`; null: no
-    limit."""
     rendezvous: HostPort | None = None
     """`launcher: local` on several machines: `HOST:PORT` of one of them, with a name that
     all can resolve. Run `dmt launch` on each machine."""

@@ -111,7 +111,7 @@ class Summary:
             waited = f"{share:.0%} of the step time was spent waiting for batches"
             yield (
                 "data",
-                f"{waited}: the run is bound by its data (is `data.cache` a local disk?)",
+                f"{waited}: the run is bound by its data (is DMT_CACHE on a local disk?)",
             )
         if self.prediction is not None:
             yield from differences(self.prediction)

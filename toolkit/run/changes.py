@@ -13,7 +13,6 @@ from toolkit.text.dotted import is_within
 MAY_CHANGE = (
     *LENGTH_SETTINGS,
     "training.micro_batch_size",
-    "data.cache",
     "data.stages",
     "data.validation",
     "evaluation",

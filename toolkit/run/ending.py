@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import EXIT_FAILED, EXIT_RESUMABLE
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 
@@ -17,21 +16,6 @@ PEER_LOST = "lost contact with another rank, whose message or log has the reason
 """A rank's message about a failure that started elsewhere."""
 _MOST_NAMED = 8
 """Ranks, or places in the code, that a message lists."""
-
-
-def grace_over(grace_s: float, run_dir: Path, offset: int) -> tuple[str, int]:
-    """The message and exit code if ranks are killed after a request to stop.
-
-    `offset`: see `events_offset`. The run fails only if it did not save.
-    """
-    events = jsonl.read(RunDirectory(run_dir).events, offset)
-    late = f"within launch.grace_s ({grace_s:g} s) and were killed"
-    # Written after the save: `signal` by the ranks that were asked, `end` by rank 0.
-    for event in events:
-        if event["kind"] == "signal" or event.get("exit_code") == EXIT_RESUMABLE:
-            step = int(event.get("step") or 0)
-            return f"step {step} is saved, but the ranks did not exit {late}", EXIT_RESUMABLE
-    return f"the ranks did not save and exit {late}", EXIT_FAILED
 
 
 def events_offset(run_dir: Path) -> int:

@@ -2,7 +2,6 @@
 
 import math
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from toolkit.data.columns import MESSAGES, TEXT
@@ -111,8 +110,8 @@ def source_of(data: Path, task: Task) -> dict[str, Any]:
 
 
 def count_samples(recipe: Recipe, data: Path) -> int | None:
-    """Count the samples of the file. The tokens are not kept. None if the file is large or its
-    tokenizer is not here."""
+    """Count the samples of the file. The run finds their tokens in the cache. None if the file
+    is large or its tokenizer is not here."""
     if data.stat().st_size > COUNTED_BYTES:
         return None
     if count_tokens(recipe.data.tokenizer) is None:
@@ -120,13 +119,11 @@ def count_samples(recipe: Recipe, data: Path) -> int | None:
     from toolkit.data.build import build_data  # numpy and tokenizers
 
     one = {"training.global_batch_size": 1, "training.batch_ramp": None}
-    with TemporaryDirectory() as cache:
-        recipe = recipe.with_values({"data.cache": cache, **one})
-        try:
-            vocab_size = recipe.model.stated_vocabulary
-            return build_data(recipe.data, recipe.training, vocab_size).samples_per_epoch
-        except DataError as error:
-            raise PlanError(f"--data: {error.message}", fix=error.fix) from error
+    recipe, vocab_size = recipe.with_values(one), recipe.model.stated_vocabulary
+    try:
+        return build_data(recipe.data, recipe.training, vocab_size).samples_per_epoch
+    except DataError as error:
+        raise PlanError(f"--data: {error.message}", fix=error.fix) from error
 
 
 def _samples(recipe: Recipe, data: Path) -> int:

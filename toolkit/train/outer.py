@@ -44,7 +44,7 @@ _TRIES = 10
 """Exchanges that may fail one after the other."""
 _MARK_S = 2.0
 """Time between two signs of life of a rank that waits for other replicas."""
-_LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+_LIGHTHOUSE, _REPLICA = "TORCHFT_LIGHTHOUSE", "REPLICA_GROUP_ID"
 _AGAIN = "start the same command again; it continues from the last checkpoint"
 
 
@@ -64,14 +64,18 @@ class ReplicaOrder:
 
 def place(settings: OuterSection) -> tuple[int, str]:
     """The number of this replica and the address of torchft's lighthouse. Raises PlanError."""
-    lighthouse = environ.get(_LIGHTHOUSE)
-    if settings.replica is None or lighthouse is None:
+    lighthouse, replica = environ.get(_LIGHTHOUSE), environ.get(_REPLICA)
+    if replica is None or lighthouse is None:
         raise PlanError(
-            "parallel.outer: a launch starts one replica, and the recipe does not state which "
-            f"one, or {_LIGHTHOUSE} is not set",
+            f"parallel.outer: a launch starts one replica, and {_REPLICA} or {_LIGHTHOUSE} is "
+            "not set",
             fix="start `torchft_lighthouse --min_replicas 1`, then each replica: "
-            f"{_LIGHTHOUSE}=http://HOST:29510 dmt launch RECIPE --run-dir RUN-N --set "
-            "parallel.outer.replica=N",
+            f"{_REPLICA}=N {_LIGHTHOUSE}=http://HOST:29510 dmt launch RECIPE --run-dir RUN-N",
+        )
+    if replica not in map(str, range(settings.replicas)):
+        raise PlanError(
+            f"{_REPLICA}: {replica}, not a number from 0 to {settings.replicas - 1}",
+            fix="number the replicas of parallel.outer from 0",
         )
     url = urlsplit(lighthouse)
     if url.scheme not in ("http", "https") or not url.hostname:
@@ -79,7 +83,7 @@ def place(settings: OuterSection) -> tuple[int, str]:
             f"{_LIGHTHOUSE}: {lighthouse}, not http://HOST:PORT",
             fix=f"export {_LIGHTHOUSE}=http://10.0.0.1:29510",
         )
-    return settings.replica, lighthouse
+    return int(replica), lighthouse
 
 
 class OuterEngine:

@@ -209,7 +209,7 @@ class RunReference:
         """
         self._recipe = recipe
         self._note = note
-        self._cache = cache_folder(recipe.data.cache)
+        self._cache = cache_folder()
         noted = together.rank_zero(lambda: _noted(note) if resumed else None)
         weights = noted or together.rank_zero(self._note_weights)
         computes = {k: str(v) for k, v in config.to_dict().items() if k not in _NO_WEIGHTS}

@@ -38,7 +38,7 @@ def documents(nodes: int, gpu: str, run: str = "tiny", **settings: Any) -> list[
     job = Job(
         Path("/home/me/runs") / run,
         ClusterSection(nodes=nodes, gpus_per_node=8, gpu=gpu),
-        LaunchSection(kubernetes=section, max_restarts=3, grace_s=120.0),
+        LaunchSection(kubernetes=section, max_restarts=3),
         name="Tiny_llama.v2",
         recipe="name: Tiny_llama.v2\n",
         env={"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
@@ -90,7 +90,7 @@ def test_every_pod_runs_dmt_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         {"name": "CUDA_DEVICE_MAX_CONNECTIONS", "value": "1"},
         {"name": "WANDB_MODE", "value": "online"},
     ]
-    assert pod["terminationGracePeriodSeconds"] == 120
+    assert pod["terminationGracePeriodSeconds"] == 600
 
 
 def test_a_clusters_own_fields_are_added_and_never_replace_ours():

@@ -29,15 +29,18 @@ MOUNT = "/dmt"
 """Where the volume is mounted in the containers."""
 CONFIG = PurePosixPath("/etc/dmt")
 """The recipe's path in the containers."""
-DEFAULT_GRACE_S = 600
-"""Default time that a pod has to save and exit."""
 
+_GRACE_S = 600
+"""Time that a pod has to save and exit, unless the recipe's `pod` states another."""
 _CONTAINER = "dmt"
 _NVIDIA = "nvidia.com/gpu"
 _LONGEST_NAME = 30
 """Longest part of a recipe's name in ours, which has 11 more. A pod's has an index, too. A host
 name may have 63 characters."""
-_PASSED_ON = ("TORCHFT_LIGHTHOUSE", "WANDB_ENTITY", "WANDB_MODE", "WANDB_TAGS")
+_PASSED_ON = (
+    *("REPLICA_GROUP_ID", "TORCHFT_LIGHTHOUSE"),
+    *("WANDB_ENTITY", "WANDB_MODE", "WANDB_TAGS"),
+)
 """Variables of `dmt launch` that decide what a run does, and hold no secret."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 
@@ -135,11 +138,10 @@ def _pod(job: Job, name: str) -> Manifest:
         gpus = {_NVIDIA: str(job.cluster.gpus_per_node)}
         container["resources"] = {"limits": gpus}
     container = _merged(container, stated, "pod.containers")
-    return _merged(
+    pod = _merged(
         {
             "restartPolicy": "Never",  # another pod, which a policy for failures needs
             "subdomain": name,
-            "terminationGracePeriodSeconds": int(job.launch.grace_s or DEFAULT_GRACE_S),
             "containers": [container, *sidecars],
             "volumes": [
                 {"name": "work", "persistentVolumeClaim": {"claimName": settings.volume_claim}},
@@ -150,6 +152,7 @@ def _pod(job: Job, name: str) -> Manifest:
         more,
         "pod",
     )
+    return {"terminationGracePeriodSeconds": _GRACE_S, **pod}
 
 
 def _names_gpus(container: Mapping[Any, Any]) -> bool:

@@ -41,7 +41,6 @@ from toolkit.launchers.outcome import USER_CODES
 from toolkit.launchers.process import (
     FAILED_GRACE_S,
     ORPHAN_GRACE_S,
-    Deadline,
     StopSignals,
     die_with_parent,
 )
@@ -49,7 +48,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run import jsonl
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset, grace_over
+from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.system.interpreter import python, safe_path
 from toolkit.text.redact import copy_to_log
@@ -76,32 +75,28 @@ class RayStarter:
             (*python(), "-u", *launch, "--launcher", "local"),
             job.run_dir,
             env={"PYTHONSAFEPATH": "1"} if safe_path() else {},
-            grace_s=job.grace_s,
             files={job.recipe_file: job.recipe},
         )
 
     def run(self, spec: LaunchSpec, signals: StopSignals) -> int:
         """Start the driver and wait. See Starter. A request to stop reaches every machine's
-        agent, which gives its ranks `launch.grace_s`."""
+        agent."""
         offset, output = events_offset(spec.run_dir), _AgentOutput(RunDirectory(spec.run_dir))
-        late = Deadline()
         code: int | None = None
         with _driver(spec) as driver:
             stopping = False
-            while code is None and not (signals.kill_requested or late.passed):
+            while code is None and not signals.kill_requested:
                 if signals.stop_requested and not stopping:
                     stopping = True
                     tell("stopping: asking the machines")
                     driver.terminate()
-                    late.start(spec.grace_s + ORPHAN_GRACE_S)
                 with suppress(subprocess.TimeoutExpired):
                     code = driver.wait(_POLL_S)
                 output.show()
         output.show()
         if code is None:
-            message, code = grace_over(spec.grace_s, spec.run_dir, offset)
-            asked = signals.kill_requested
-            tell(f"error: {'the ranks were killed, as requested' if asked else message}")
+            code = EXIT_FAILED
+            tell("error: the ranks were killed, as requested")
         elif how := _untold_end(code):
             events = jsonl.read(RunDirectory(spec.run_dir).events, offset)
             trained = any(event["kind"] == "start" for event in events)

@@ -35,7 +35,6 @@ def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":
         # it.
         lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,
         lora_dropout=section.dropout,
-        use_rslora=section.rslora,
         target_modules=list(lora.short_targets),
         fan_in_fan_out=lora.transposed,
     )

@@ -9,7 +9,6 @@ every layout. In a mixture of experts, attention alone has adapters.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import sqrt
 
 from toolkit.errors import Problem, RecipeError
 from toolkit.models import frozen
@@ -86,9 +85,8 @@ class Lora:
 
     @property
     def scaling(self) -> float:
-        """The factor of B·A·x (rslora: arXiv:2312.03732)."""
-        rank = self.section.rank
-        return self.section.alpha / (sqrt(rank) if self.section.rslora else rank)
+        """The factor of B·A·x."""
+        return self.section.alpha / self.section.rank
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
