@@ -83,4 +83,5 @@ def test_a_window_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     texts = [chr(97 + n % 26) * (n % 19 + 1) for n in range(60)]
     whole = predicted(build(tmp_path, texts))
     monkeypatch.setattr(packing, "_WINDOW_TOKENS", 37)
-    assert predicted(build(tmp_path, texts, cache="other")) == whole
+    monkeypatch.setenv("DMT_CACHE", "other")
+    assert predicted(build(tmp_path, texts)) == whole
