@@ -12,7 +12,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from toolkit.errors import Problem, RecipeError
 from toolkit.foreign.tables import ForeignRow, ForeignTool
 from toolkit.recipe.dump import in_yaml
-from toolkit.recipe.foreign import FOREIGN_VALUES, foreign
+from toolkit.recipe.foreign import foreign, foreign_values
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.section import Section
 from toolkit.recipe.words import settings as recipe_settings
@@ -314,8 +314,8 @@ def fitting(key: str, value: Any) -> tuple[Any, str]:
         return value, "" if is_number or not bracket else "a number"
     if isinstance(value, str):
         word = value.lower()
-        value = FOREIGN_VALUES.get(key, {}).get(
-            word, word if word in setting.choices else value
+        value = (
+            foreign_values().get(key, {}).get(word, word if word in setting.choices else value)
         )
         if setting.takes("integer", "number"):
             value = as_yaml(value)

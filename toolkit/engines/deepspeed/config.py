@@ -30,7 +30,7 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.layout import Layout, Placement, Stage
 from toolkit.optimizers.base import OPTIMIZERS
 from toolkit.plan.planner import first_loss_scale
-from toolkit.recipe.foreign import LATER_VALUES
+from toolkit.recipe.foreign import value_advice
 from toolkit.recipe.schema import Recipe
 from toolkit.text.dotted import get, put
 from toolkit.text.suggest import did_you_mean
@@ -277,7 +277,7 @@ def _disagreements(
             continue
         shown = json.dumps(accepted[0])
         allowed = f'{shown}, as the recipe says ({OWNED[key]}), or "auto"'
-        fix = LATER_VALUES.get(OWNED[key], {}).get(str(found).lower()) or (
+        fix = value_advice(OWNED[key], found) or (
             f'write "auto" here, or change {OWNED[key]} in the recipe'
         )
         yield file.problem(key, found, allowed, fix)
