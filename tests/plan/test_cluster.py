@@ -104,7 +104,7 @@ def test_measured_speeds_are_kept_apart_from_peaks(tmp_path: Path) -> None:
         ("{memory_gib: 3}", "gpu.like", "add `like:`"),
         ("{like: rtx40990}", "gpu.like", "did you mean `rtx4090`?"),
         ("{like: a10g, tflops: {bf61: 1}}", "gpu.tflops.bf61", "did you mean `bf16`?"),
-        ("{like: a10g, memory_gib: 0}", "gpu.memory_gib", "write more than 0"),
+        ("{like: a10g, memory_gib: 0}", "gpu.memory_gib", "write a number > 0"),
     ],
 )
 def test_a_mistake_in_an_accelerator(gpu: str, key: str, fix: str, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from tests.recipe.good import GOOD
-from tests.work import calls
 from toolkit.errors import Problem, RecipeError
 from toolkit.intake.layers import read_layers
 from toolkit.intake.load import load_recipe
@@ -126,14 +125,6 @@ class TestExtends:
         (problem,) = mistakes(Path("Qwen/Qwen3-8B"))
         assert "dmt init Qwen/Qwen3-8B" in problem.fix
 
-    def test_many_files(self, tmp_path: Path) -> None:
-        """Files that are read again count as well: the time to read a recipe is bounded."""
-        for index in range(12):
-            write(tmp_path, f"{index}.yaml", f"extends: [{index + 1}.yaml, {index + 1}.yaml]\n")
-        write(tmp_path, "12.yaml", GOOD)
-        (problem,) = mistakes(tmp_path / "0.yaml")
-        assert (problem.found, problem.allowed) == ("more files", "at most 16")
-
 
 SIZE = Path("recipes/llama/llama-3.1-8b.yml").read_text(encoding="utf-8").split("tasks:")[0]
 
@@ -228,7 +219,11 @@ class TestOverrides:
             ("=3", "--set", "e.g. --set"),
             ("a..b=3", "--set", "e.g. --set"),
             ("extends=b.yaml", "extends", "into the recipe file"),
-            ("training.micro_batch_size=0", "training.micro_batch_size", "write 1 or more"),
+            (
+                "training.micro_batch_size=0",
+                "training.micro_batch_size",
+                "write an integer ≥ 1",
+            ),
         ],
     )
     def test_mistakes_are_blamed_on_set(
@@ -398,19 +393,6 @@ class TestSeveral:
         found = mistakes(write(tmp_path, "a.yaml", text))
         assert [p.line for p in found] == sorted(p.line for p in found)
         assert {p.key for p in found} == {"name", "training.steps", "cluster.tpu"}
-
-    def test_thousands_of_unknown_keys(self, tmp_path: Path) -> None:
-        """100 are looked up among the settings, the others counted."""
-        keys = "".join(f"learning_rate_{index}: 1\n" for index in range(9000))
-        path = write(tmp_path, "a.yaml", GOOD + keys)
-        layers, found = read_layers(path, ()), list[Problem]()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("toolkit.intake.load.read_layers", lambda *_: layers)
-            calls(lambda: found.extend(mistakes(path)), 1_500_000)
-        assert len(found) == 101
-        assert found[0].fix == "did you mean `optimizer.learning_rate`?"
-        assert (found[-1].key, found[-1].line) == ("(file)", GOOD.count("\n") + 101)
-        assert found[-1].found == "more problems"
 
 
 class TestSecrets:

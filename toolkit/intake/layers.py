@@ -41,8 +41,6 @@ from toolkit.text.suggest import closest
 
 OVERRIDE_FILE = "--set"
 """Stands for the file in problems of command-line overrides."""
-MAX_FILES = 16
-"""Most files that a recipe may be made of."""
 
 _TAGS = ("kind", "model_type")
 """Keys that decide the meaning of the other keys in their map."""
@@ -135,8 +133,6 @@ class _Files:
         `chain` holds the files that led to this one. If it cannot be read, the error blames
         `origin`.
         """
-        if len(self.layers) == MAX_FILES:
-            raise self.stop(origin, "more files", f"at most {MAX_FILES}", "extend fewer files")
         if found := composed_of(path):
             key = f"tasks.{found[1]}"
             stated = self.composed(path, *found, origin)

@@ -11,9 +11,9 @@ from toolkit.intake.checks import broken_rules
 from toolkit.intake.layers import read_layers
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
-from toolkit.recipe.mistakes import MAX_PROBLEMS, explain
+from toolkit.recipe.mistakes import explain
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.yaml_text import WHOLE_FILE, Stated, parts_of
+from toolkit.recipe.yaml_text import Stated, parts_of
 from toolkit.text.redact import redact, redactor
 from toolkit.text.units import shortened
 
@@ -89,9 +89,6 @@ def _presentable(problems: Iterable[Problem], files: Sequence[str]) -> list[Prob
         first.setdefault((problem.key, problem.file), problem)
     rank = {file: index for index, file in enumerate(files)}
     ordered = sorted(first.values(), key=lambda p: (rank.get(p.file, 0), p.line))
-    if more := ordered[MAX_PROBLEMS:]:
-        last = Problem(WHOLE_FILE, "more problems", "none", "is this a recipe?")
-        ordered[MAX_PROBLEMS:] = [replace(last, file=more[0].file, line=more[0].line)]
     mask = redactor().redact
 
     def short(text: str) -> str:

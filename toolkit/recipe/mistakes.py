@@ -5,8 +5,7 @@ setting gets one problem that says what the schema as a whole accepts.
 """
 
 import re
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 
 from pydantic import ValidationError
 
@@ -27,22 +26,12 @@ from toolkit.removed import removed
 from toolkit.text.dotted import is_within
 from toolkit.text.suggest import closest
 
-MAX_PROBLEMS = 100
-"""Most problems reported at once. A file with more is not a recipe."""
-
 _YES_NO = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 _REMOVE = "remove it; docs/recipe.md lists every setting"
 _ELSEWHERE = 0.8
 """How similar a key must be to one of another section to be taken for its misspelling."""
 _MOST_PLACES = 3
 """A key that more sections have (`name`) says nothing about which one was meant."""
-_BOUNDS = {
-    "greater_than_equal": "write {} or more",
-    "greater_than": "write more than {}",
-    "less_than_equal": "write {} or less",
-    "less_than": "write less than {}",
-}
-"""The fix of each of pydantic's errors about a range."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
@@ -50,8 +39,7 @@ _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 def explain(
     error: ValidationError, stated: Stated, section: type[Section] = Recipe
 ) -> list[Problem]:
-    """One problem per wrong setting, missing settings last; of a file that is no recipe, the
-    first `MAX_PROBLEMS` and one more.
+    """One problem per wrong setting, missing settings last.
 
     `section` is the schema that has refused `stated`: a recipe's, or a cluster's.
     """
@@ -62,8 +50,6 @@ def explain(
 class _Explanation:
     stated: Stated
     section: type[Section]
-    bounds: dict[KeyPath, str] = field(default_factory=dict)
-    """The fixes of numbers that are out of range."""
 
     @property
     def settings(self) -> dict[str, Setting]:
@@ -71,7 +57,7 @@ class _Explanation:
 
     def problems(self, error: ValidationError) -> list[Problem]:
         """A missing setting is left out when an unknown key is explained as its misspelling."""
-        kinds = dict(islice(self.kinds(error).items(), MAX_PROBLEMS + 1))
+        kinds = self.kinds(error)
         # A list is also reported as too short when one of its items is wrong.
         around = {path[:end] for path in kinds for end in range(len(path))}
         lists = {path for path in around if isinstance(self.stated.at(path), list)}
@@ -97,10 +83,6 @@ class _Explanation:
         for one in error.errors(include_url=False, include_input=False):
             loc, kind = one["loc"], one["type"]
             path = self.path_of(loc)
-            if kind in _BOUNDS:
-                (bound,) = one["ctx"].values()
-                shown = f"{bound:g}" if isinstance(bound, float) else bound
-                self.bounds.setdefault(path, _BOUNDS[kind].format(shown))
             if kind == "missing":
                 path, kind = (
                     (path, "too_short")
@@ -130,7 +112,7 @@ class _Explanation:
         found = self.stated.text(path)
         if value and isinstance(value, list) and error in ("too_short", "too_long"):
             found = f"a list of {len(value)}"
-        fix = _fix(path, setting, self.stated) or self.bounds.get(path, "")
+        fix = _fix(path, setting, self.stated)
         usual = setting.allowed.removesuffix(", or null")  # who states a value wants one
         return self.problem(path, found, setting.allowed, fix or f"write {usual}")
 
@@ -229,9 +211,7 @@ def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:
         word = "auto" if value else "none"
         return f"write {word}" if word in setting.choices else ""
     if isinstance(value, float) and setting.takes("integer") and abs(value) < 1e18:
-        if value.is_integer():
-            return f"write {int(value)}"
-        return f"write a whole number, e.g. {round(value)}"
+        return f"write {round(value)}"
     return (
         f'put it in quotes: "{text}"' if setting.takes("string") and not setting.choices else ""
     )

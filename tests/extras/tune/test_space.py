@@ -46,7 +46,7 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
     ("line", "key", "fix"),
     [
         ("optimizer.learning_rat: [1, 2]", "optimizer.learning_rat", "`learning_rate`?"),
-        ("optimizer.weight_decay: [0, -1]", "optimizer.weight_decay", "write 0 or more"),
+        ("optimizer.weight_decay: [0, -1]", "optimizer.weight_decay", "write a number ≥ 0"),
         ("optimizer.betas: [[0.9, 2.0], [0.9, 0.9]]", "optimizer.betas[1]", "less than 1"),
         ("schedule.warmup_steps: {low: 0.5, high: 2}", "schedule.warmup_steps", "integers"),
         ("training.seed: {low: 0, high: 9, step: 0.5}", "training.seed", "integers"),
