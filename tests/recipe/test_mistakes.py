@@ -114,7 +114,7 @@ MISTAKES = {
     "text for an int": M("training.steps: many", "write an integer ≥ 1"),
     "zero steps": M("training.steps: 0", "write an integer ≥ 1"),
     "negative": M("training.seed: -1", "write an integer ≥ 0"),
-    "too large": M("training.seed: 99999999999999999999", "an integer ≥ 0 and ≤"),
+    "too large": M("training.seed: 99999999999999999999", "write a smaller number"),
     "bool for an int": M("training.seed: true", "write an integer"),
     "list for an int": M("training.micro_batch_size: [2]", "brackets: 2"),
     "map for an int": M("training.micro_batch_size: {a: 2}", "auto"),

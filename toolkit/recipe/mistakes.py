@@ -13,7 +13,7 @@ from toolkit.errors import Problem
 from toolkit.recipe.foreign import foreign, value_fix
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.section import Section
-from toolkit.recipe.words import Setting, members, schema_of, settings
+from toolkit.recipe.words import GUARD, Setting, members, schema_of, settings
 from toolkit.recipe.yaml_text import (
     KeyPath,
     NumberError,
@@ -210,6 +210,8 @@ def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:
     if isinstance(value, bool):
         word = "auto" if value else "none"
         return f"write {word}" if word in setting.choices else ""
+    if isinstance(value, int) and value >= GUARD and setting.takes("integer"):
+        return "write a smaller number"
     if isinstance(value, float) and setting.takes("integer") and abs(value) < 1e18:
         return f"write {round(value)}"
     return (

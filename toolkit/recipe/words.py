@@ -19,7 +19,7 @@ _TYPES = {"integer": "an integer", "number": "a number", "string": "text",
           "boolean": "true or false", "null": "null", "object": "a map"}  # fmt: skip
 _PLURALS = {"integer": "integers", "number": "numbers", "string": "texts"}
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "exclusiveMaximum": "<", "maximum": "≤"}
-_GUARD = 2**32
+GUARD = 2**32
 """Upper bounds above this only guard against nonsense. Texts leave them out."""
 
 
@@ -163,6 +163,6 @@ def _range(schema: Schema) -> str:
     bounds = [
         f"{sign} {schema[name]}"
         for name, sign in _BOUNDS.items()
-        if name in schema and schema[name] < _GUARD
+        if name in schema and schema[name] < GUARD
     ]
     return f" {' and '.join(bounds)}" if bounds else ""
