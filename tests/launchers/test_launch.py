@@ -33,7 +33,7 @@ def alone(run_dir: Path) -> int:
     """Launch where loopback is down."""
     new_network = 0x40000000
     assert ctypes.CDLL(None).unshare(new_network) == 0
-    return run_stand_ins("local", run_dir, "done", 1, 0, 1)
+    return run_stand_ins("local", run_dir, "done", 1, 1)
 
 
 def test_ranks_that_cannot_connect_to_each_other_are_not_started(tmp_path):
