@@ -49,18 +49,8 @@ OFFLOAD_PRESETS = {
 PRESETS = (*(f"zero{stage}" for stage in range(4)), *OFFLOAD_PRESETS.values(), "zeropp")
 """Names of the shipped presets."""
 
-DEFAULTS: Mapping[str, object] = {
-    # 0 is dynamic scaling; the other numbers are DeepSpeed's own defaults.
-    "fp16.loss_scale": 0,
-    "fp16.initial_scale_power": 16,
-    "fp16.loss_scale_window": 1000,
-    "fp16.hysteresis": 2,
-    "fp16.min_loss_scale": 1,
-    # The training loop prints progress and timing.
-    "steps_per_print": 1_000_000_000,
-    "wall_clock_breakdown": False,
-}
-"""Written if the file does not state them."""
+QUIET: Mapping[str, object] = {"steps_per_print": 1_000_000_000}
+"""Written if the file does not state it: the training loop prints progress."""
 
 ADOPTED: Mapping[str, tuple[object, ...]] = {
     f"{ZERO}.stage": get_args(Stage),
@@ -168,7 +158,7 @@ def render(recipe: Recipe, layout: Layout) -> dict[str, object]:
         if needed or get(config, key) is not None:
             put(config, key, value)
     for key, value in {
-        **DEFAULTS,
+        **QUIET,
         **_loss_scaling(recipe),
         **_by_layout(recipe, layout, file),
     }.items():
