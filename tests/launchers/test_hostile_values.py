@@ -52,16 +52,11 @@ def hostile_recipe(text: str) -> Recipe:
 
 def jobs(text: str, folder: Path) -> Iterator[Job]:
     recipe = hostile_recipe(text)
-    rendezvous = recipe.launch.model_copy(update={"rendezvous": "h:1"})
-    for name in (text, "plain"):
-        for nodes in (1, 2):
-            yield Job(
-                folder / name,
-                ClusterSection(nodes=nodes),
-                rendezvous,
-                name=recipe.name,
-                recipe=dump_recipe(recipe),
-            )
+    launch = recipe.launch.model_copy(update={"rendezvous": "h:1"})
+    written = dump_recipe(recipe)
+    for name, nodes in ((text, 1), (text, 2), ("plain", 2)):
+        cluster = ClusterSection(nodes=nodes)
+        yield Job(folder / name, cluster, launch, name=recipe.name, recipe=written)
 
 
 @pytest.mark.parametrize("text", HOSTILE)
