@@ -258,16 +258,8 @@ class RunCheckpoints:
         assert self._saved is not None, "found"
         began = time.monotonic()
         manifest = found.manifest
-        # Pipeline stages and expert-parallel ranks hold some of the tensors only.
-        layout = self.assignment.plan.layout
-        total = len(self._saved.shapes) if layout.pp == layout.ep == 1 else None
-        tick = marks.begin("loading the optimizer states", total)
-        loaded: set[str] = set()
-        for shard in engine.state():
+        for shard in marks.track(engine.state(), "loading the optimizer states"):
             self._saved.load(shard)
-            new = {block.tensor for block in shard.blocks} - loaded
-            loaded |= new
-            tick(len(new))
         self._saved.close()
         engine.set_counters(Counters(manifest.optimizer_steps, manifest.loss_scale))
         self.saved_at = manifest.step
