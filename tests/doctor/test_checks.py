@@ -15,7 +15,6 @@ from toolkit.doctor import accelerators, network, packages, storage, toolchain
 from toolkit.doctor.finding import Answer, Finding
 from toolkit.doctor.needs import Needs, needs_of
 from toolkit.intake.load import load_recipe
-from toolkit.system.compilers import file_system
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 TWO_MACHINES = Needs(several_machines="cluster.nodes: 2")
@@ -123,16 +122,6 @@ def test_packages_are_those_that_the_recipe_needs(monkeypatch: pytest.MonkeyPatc
     assert absent["s3fs"].fix.startswith("pip install 's3fs>=")
     assert absent["ray"].fix.startswith("pip install 'ray>=")
     assert absent["peft"].needed_by == "adapter" and absent["peft"].blocks
-
-
-def test_the_part_that_is_used_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(
-        packages, "ask_python", lambda code: asked.append(code) or Answer(True, "")
-    )
-    parts = {one.name: one for one in (*packages._COMPILED, *packages._of_choices())}
-    packages._import_failure(parts["transformer-engine"], "a setting")
-    assert asked == ["import transformer_engine.pytorch"]
 
 
 @pytest.mark.parametrize(
@@ -247,11 +236,6 @@ def test_no_fix_hands_a_foreign_word_to_the_shell(
         for word in quoted:
             fix = fix.replace(word, "")
         assert hostile not in fix
-
-
-def test_file_systems(tmp_path: Path) -> None:
-    assert file_system(Path("/proc/self")) == "proc"
-    assert file_system(tmp_path) != "unknown"
 
 
 def test_the_checkpoints_that_are_kept_and_a_new_one_must_fit(tmp_path: Path) -> None:

@@ -48,22 +48,6 @@ def test_stage_on_cpu(ranks: int, precision: str, stage: int) -> None:
     assert plan.layout.recompute == "none"
 
 
-@pytest.mark.parametrize(
-    ("batch", "micro", "fix"),
-    [(9, "auto", "8 or 12"), (3, "auto", "4"), (20, 2, "16 or 24"), (7, 2, "8")],
-)
-def test_batch_that_cannot_be_spread(batch: int, micro: int | str, fix: str) -> None:
-    wanted = recipe(
-        cluster__gpus_per_node=4,
-        training__global_batch_size=batch,
-        training__micro_batch_size=micro,
-        parallel__model="hf",
-    )
-    with pytest.raises(PlanError, match=r"^training\.global_batch_size: ") as raised:
-        plan_recipe(wanted)
-    assert raised.value.fix == f"set it to {fix}"
-
-
 def test_what_is_illegal_by_now_is_refused() -> None:
     """As when the recipe's own DeepSpeed file sets the stage after the check."""
     zero = {"stage": 2, "offload_optimizer": "nvme"}

@@ -6,7 +6,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -99,14 +98,15 @@ def test_the_sweep_of_the_page(tmp_path: Path) -> None:
     known = utils.create_sweep_command_args(job)
     command = utils.create_sweep_command(sweep["command"])
     words = [*command[:-1], *known["args_no_hyphens"]]
-    env = {
-        "WANDB_RUN_ID": "ab12cd34",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    done = subprocess.run(
-        words, cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    stand_in = tmp_path / "bin/dmt"  # keeps its words, which are those of a warm command
+    stand_in.parent.mkdir()
+    stand_in.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > words\n')
+    stand_in.chmod(0o755)
+    agent = {"WANDB_RUN_ID": "ab12cd34"}
+    path = {"PATH": f"{stand_in.parent}:{os.environ['PATH']}"}
+    subprocess.run(words, cwd=tmp_path, env=os.environ | agent | path, check=True)
+    verb, *arguments = (tmp_path / "words").read_text().splitlines()
+    run(dmt(verb, *arguments), tmp_path, agent, code=0)
     trial = tmp_path / "runs/ab12cd34"
     assert steps_logged(trial) == STEPS
     assert json.loads((trial / "wandb.json").read_text())["run_id"] == "ab12cd34"
