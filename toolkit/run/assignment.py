@@ -92,9 +92,10 @@ def decide(
     """
     recipe = adopt_engine_config(recipe)
     run_dir = (run_dir or Path("runs") / recipe.name).absolute()
-    recipe = _with_start(recipe, run_dir)
+    before = _recorded(run_dir)
+    recipe = _with_start(recipe, before)
     if download:
-        recipe = _with_commits(recipe, run_dir)
+        recipe = _with_commits(recipe, before)
     if cluster is not None:
         recipe = placed_on(recipe, cluster)
     plan = plan_recipe(recipe, cluster, explained=explained)
@@ -116,7 +117,14 @@ def decide(
     )
 
 
-def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
+def _recorded(run_dir: Path) -> Recipe | None:
+    """The recipe of the directory's run. None before it has begun."""
+    with suppress(DmtError):
+        return load_recipe(RunDirectory(run_dir).recipe)
+    return None
+
+
+def _with_start(recipe: Recipe, before: Recipe | None) -> Recipe:
     """The recipe with the exact checkpoint that it starts from: restarts must use the same one,
     even if that run has saved more, or was deleted, meanwhile.
 
@@ -125,9 +133,7 @@ def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
     model = recipe.model
     if model.checkpoint is None or not LAUNCHERS[recipe.launch.launcher].same_files:
         return recipe
-    stated, chosen = Path(model.checkpoint), None
-    with suppress(DmtError):
-        chosen = load_recipe(RunDirectory(run_dir).recipe).model.checkpoint
+    stated, chosen = Path(model.checkpoint), before and before.model.checkpoint
     if chosen is None or stated not in (Path(chosen), *Path(chosen).parents):
         try:
             chosen = str(locate(stated).folder)
@@ -138,16 +144,15 @@ def _with_start(recipe: Recipe, run_dir: Path) -> Recipe:
     return recipe.with_values({"model.checkpoint": chosen})
 
 
-def _with_commits(recipe: Recipe, run_dir: Path) -> Recipe:
+def _with_commits(recipe: Recipe, before: Recipe | None) -> Recipe:
     """The recipe with the newest commit of every data set of the hub that states no revision:
     what is committed later must not change the data of a run. A run keeps what it began with.
     """
     stated: dict[str, str | None] = {}
-    with suppress(DmtError):
-        before = load_recipe(RunDirectory(run_dir).recipe).data
-        for source in (*before.sources, *before.validation_sources):
-            if isinstance(source, RowsSource):
-                stated[source.path] = source.revision
+    if before is not None:
+        sources = (*before.data.sources, *before.data.validation_sources)
+        rows = (source for source in sources if isinstance(source, RowsSource))
+        stated = {source.path: source.revision for source in rows}
 
     def pinned(source: Source) -> Source:
         if not isinstance(source, RowsSource) or source.revision or not _of_hub(source.path):
