@@ -86,7 +86,7 @@ def killed(results: Path, engine: str) -> int:
     folder = Path(mkdtemp())
     run = folder / engine
     command = [
-        sys.executable, "-m", "toolkit.cli.main", "train", str(DENSE),
+        sys.executable, "-m", "toolkit.train", str(DENSE),
         f"--run-dir={run}", f"--set=cluster.gpu={calibrate.this_machine(1).gpu}",
         "--set=cluster.gpus_per_node=2", f"--set=parallel.engine={engine}",
         "--set=training.steps=100000", "--set=launch.hang_timeout_s=20",

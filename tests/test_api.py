@@ -85,7 +85,7 @@ def test_a_launch_that_fails_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """As `subprocess.run` does with `check`; what `dmt launch` returns otherwise."""
     recipe = toolkit.load_recipe(TINY)
     planned = toolkit.launch_recipe(recipe, tmp_path / "run", dry_run=True)
-    assert "toolkit.cli.main train" in planned.command and planned.exit_code == 0
+    assert "-m toolkit.train" in planned.command and planned.exit_code == 0
     assert not planned.run_dir.exists()
     for code, error in ((4, "the run failed"), (75, "stopped after saving")):
         monkeypatch.setattr(LocalStarter, "run", lambda *_, code=code: code)

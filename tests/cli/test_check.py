@@ -146,7 +146,7 @@ def test_keys_that_transformers_ignores_are_named(tmp_path: Path, dmt: Dmt) -> N
     )
 
 
-HIDDEN = {"schema", "train"}
+HIDDEN = {"schema"}
 
 
 def test_version_and_help(dmt: Dmt) -> None:
@@ -154,7 +154,7 @@ def test_version_and_help(dmt: Dmt) -> None:
     shown = dmt("--help").out
     listed = {line.split()[1] for line in shown.splitlines() if line.startswith("│ ")}
     assert listed >= VERBS.keys() - HIDDEN and not listed & HIDDEN
-    verbs = [[verb] for verb in VERBS.keys() - {"data", "train"}]
+    verbs = [[verb] for verb in VERBS.keys() - {"data"}]
     of_files = {
         "checkpoint": ("list", "verify", "export", "import"),
         "data": ("prepare", "show"),

@@ -24,7 +24,7 @@ from toolkit.recipe.schema import (
 RUN = Path("/runs/a run")
 CPU = ClusterSection(gpus_per_node=2)
 GPU = ClusterSection(gpus_per_node=2, gpu="h100-80gb")
-WORKER = ("-m", "toolkit.cli.main", "train", "/runs/a run")
+WORKER = ("-m", "toolkit.train", "/runs/a run")
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,7 @@ def test_machines_meet_at_the_rendezvous_and_plan_on_rank_0():
     spec = LocalStarter().spec(Job(RUN, two, launch, name="tiny", recipe="name: tiny\n"))
     assert spec.meeting == base.Meeting("node-1:29400", "tiny", 3, 1, 4, True)
     recipe = RUN / "launch" / "recipe.yaml"
-    assert spec.argv[-4:] == ("train", str(recipe), "--run-dir", str(RUN))
+    assert spec.argv[-4:] == ("toolkit.train", str(recipe), "--run-dir", str(RUN))
     assert spec.files == {recipe: "name: tiny\n"}
     assert [*spec.rank_env] == [{"LOCAL_RANK": str(rank)} for rank in range(4)]
     assert not LOCAL.supervises(two.nodes)

@@ -55,7 +55,6 @@ VERBS: dict[str, Verb] = {
     ),
     "render": Verb("Print a backend's configuration.", "Files"),
     "schema": Verb("Print the recipe's JSON Schema, for editors."),
-    "train": Verb("Run one rank (launchers call this)."),
 }
 """Every verb of `dmt`, in the order of `--help`."""
 

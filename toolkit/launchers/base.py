@@ -63,12 +63,13 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables that the engine needs in every worker."""
     worker: tuple[str, ...] = ()
-    """Python arguments instead of `dmt train`: a script, or `-m`, a module and arguments."""
+    """Python arguments instead of `-m toolkit.train RUN_DIR`: a script, or `-m`, a module and
+    arguments."""
 
     @property
     def train(self) -> tuple[str, ...]:
         """Python arguments of every rank if the run directory is written."""
-        return self.worker or (*DMT, "train", str(self.run_dir))
+        return self.worker or (*TRAIN_RANK, str(self.run_dir))
 
     @property
     def recipe_file(self) -> Path:
@@ -191,6 +192,7 @@ def starter(launcher: str) -> Starter:
 
 
 DMT = ("-m", "toolkit.cli.main")
+TRAIN_RANK = ("-m", "toolkit.train")
 """The command `dmt` as Python arguments."""
 
 

@@ -7,8 +7,8 @@ import sys
 
 from toolkit.errors import PlanError
 from toolkit.launchers.base import (
-    DMT,
     LOOPBACK,
+    TRAIN_RANK,
     Job,
     LaunchSpec,
     Meeting,
@@ -32,9 +32,9 @@ class LocalStarter:
         that have no meeting point."""
         ranks = range(job.cluster.gpus_per_node)
         if job.launch.most_nodes(job.cluster.nodes) > 1:
-            planning = ("train", str(job.recipe_file), "--run-dir", str(job.run_dir))
+            planning = (str(job.recipe_file), "--run-dir", str(job.run_dir))
             return LaunchSpec(
-                (sys.executable, "-u", *DMT, *planning),
+                (sys.executable, "-u", *TRAIN_RANK, *planning),
                 job.run_dir,
                 env=worker_env(job),
                 rank_env=tuple({"LOCAL_RANK": str(rank)} for rank in ranks),

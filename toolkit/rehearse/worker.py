@@ -32,7 +32,7 @@ def small_run(
     batches: Sequence[MicroBatch] | None = None,
     split: Layout | None = None,
 ) -> Iterator[StepResult]:
-    """Build the engine of `case` as `dmt train` does, and yield the result of each step.
+    """Build the engine of `case` as a rank does, and yield the result of each step.
 
     Collective. `batches` are the global ones, one per step: by default, those that the seed
     of the recipe gives. `split`: how they are split over ranks, where samples moved.

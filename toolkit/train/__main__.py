@@ -5,7 +5,8 @@
     accelerate launch --num_processes 2 -m toolkit.train RECIPE
 
 In a checkout, `launch/train.py` is the same. Rank 0 plans the recipe, hands the plan to the
-others, and prints what `dmt launch` prints.
+others, and prints what `dmt launch` prints. `dmt launch` itself starts ranks with the run
+directory that it wrote.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from toolkit.system.interpreter import importing
 def main() -> None:
     """Train this rank and end its process with the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("recipe", type=Path, help="recipe YAML")
+    parser.add_argument("recipe", type=Path, help="recipe YAML, or a run directory")
     parser.add_argument(
         "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
         help="override one setting, e.g. --set training.steps=20",
@@ -29,8 +30,12 @@ def main() -> None:
 
     with importing():
         from toolkit.engines.distributed import end_process
-        from toolkit.train.worker import train_recipe
+        from toolkit.train.worker import train_recipe, train_run_directory
 
+    if arguments.recipe.is_dir():
+        if arguments.overrides or arguments.run_dir is not None:
+            parser.error("the recipe of a run directory is final: no --set, no --run-dir")
+        end_process(train_run_directory(arguments.recipe))
     end_process(train_recipe(arguments.recipe, arguments.overrides, arguments.run_dir))
 
 
