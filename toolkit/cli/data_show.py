@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 
-from rich.rule import Rule
 from rich.text import Text
 
 from toolkit.cli.output import Console, Line
@@ -18,7 +17,7 @@ def previews(shown: Mapping[str, Preview]) -> Iterator[Line]:
     marks = Console().color_system is None
     for title, preview in shown.items():
         if len(shown) > 1:
-            yield Rule(Text(title, style="bold"), characters="═", align="left")
+            yield Text(f"{title} {'═' * _BAR_WIDTH}", "bold")
         yield from _preview(preview, marks)
 
 
@@ -26,14 +25,14 @@ def _preview(shown: Preview, marks: bool) -> Iterator[Line]:
     for sample in shown.samples:
         for number, document in enumerate(sample.documents, start=1):
             part = f", document {number} of {len(sample.documents)}"
-            yield Rule(
-                f"sample {sample.index}{part * (len(sample.documents) > 1)}: "
+            yield Text(
+                f"── sample {sample.index}{part * (len(sample.documents) > 1)}: "
                 f"{document.tokens:,} tokens, {document.trained_tokens:,} trained",
-                align="left",
+                "green",
             )
             yield _text(document, marks)
     if shown.samples:
-        yield Rule()
+        yield "─" * _BAR_WIDTH
     legend = "between « and »" if marks else "green"
     yield (
         f"{shown.trained_share:.1%} of the tokens are trained ({legend}); "

@@ -7,7 +7,6 @@ from typing import Any, Generic, TypeVar
 
 import typer
 from rich import console
-from rich.rule import Rule
 from rich.segment import Segment
 from rich.text import Text
 
@@ -17,7 +16,7 @@ from toolkit.text.redact import redact
 from toolkit.text.terminal import printable
 
 Row = TypeVar("Row")
-Line = str | Text | Rule
+Line = str | Text
 
 _INDENT = 6
 """The least indent of continued lines on a terminal."""
@@ -87,9 +86,6 @@ def show(lines: Iterable[Line], *, wrap: bool = True) -> None:
     console = Console()
     room = console.width if wrap and console.is_terminal else None
     for line in lines:
-        if isinstance(line, Rule):
-            console.print(line)
-            continue
         text = line if isinstance(line, Text) else Text(line)
         if (masked := redact(text.plain)) != text.plain:
             text = Text(masked)
