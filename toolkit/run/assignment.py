@@ -133,7 +133,7 @@ def _with_start(recipe: Recipe, before: Recipe | None) -> Recipe:
     model = recipe.model
     if model.checkpoint is None or not LAUNCHERS[recipe.launch.launcher].same_files:
         return recipe
-    stated, chosen = Path(model.checkpoint), before and before.model.checkpoint
+    stated, chosen = Path(model.checkpoint), before.model.checkpoint if before else None
     if chosen is None or stated not in (Path(chosen), *Path(chosen).parents):
         try:
             chosen = str(locate(stated).folder)
