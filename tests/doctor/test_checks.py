@@ -18,7 +18,7 @@ from toolkit.intake.load import load_recipe
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 TWO_MACHINES = Needs(several_machines="cluster.nodes: 2")
-NO_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR", "WORLD_SIZE")
+NO_INTERFACES = ("GLOO_SOCKET_IFNAME", "MASTER_ADDR", "WORLD_SIZE")
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def needs(*overrides: str) -> Needs:
     return needs_of(load_recipe(TINY, overrides))
 
 
-def test_what_a_recipe_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_recipe_needs(tmp_path: Path) -> None:
     assert set(needs().packages) == {
         "torch",
         "transformers",
@@ -55,9 +55,6 @@ def test_what_a_recipe_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert nvme.nvme == tmp_path
     gpus = needs("cluster.gpu=h100-80gb", "training.precision=bf16")
     assert (gpus.gpus, gpus.gpu, gpus.precision) == (2, "cluster.gpu: h100-80gb", "bf16")
-    assert needs().wandb is None
-    monkeypatch.setenv("WANDB_MODE", "online")
-    assert needs().wandb == "WANDB_MODE=online"
 
 
 def test_a_model_that_only_the_hub_knows(
@@ -178,24 +175,12 @@ def test_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "does not resolve" in network._host_name("cluster.nodes: 2").found
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "level"),
-    [
-        ("GLOO_SOCKET_IFNAME", "lo", "ok"),
-        ("GLOO_SOCKET_IFNAME", "l", "warning"),
-        ("GLOO_SOCKET_IFNAME", "ib77", "warning"),
-        ("NCCL_SOCKET_IFNAME", "l", "ok"),
-        ("NCCL_SOCKET_IFNAME", "=l", "warning"),
-        ("NCCL_SOCKET_IFNAME", "=lo", "ok"),
-        ("NCCL_SOCKET_IFNAME", "^docker", "ok"),
-        ("NCCL_SOCKET_IFNAME", "ib77", "warning"),
-    ],
-)
-def test_interfaces_that_are_named(
-    variable: str, value: str, level: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("value", "level"), [("lo", "ok"), ("l", "warning")])
+def test_an_interface_that_is_named(
+    value: str, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(variable, value)
-    assert one(network._interface_variables(Needs()), variable).level == level
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
+    assert one(network._interface_variable(Needs()), "GLOO_SOCKET_IFNAME").level == level
 
 
 @pytest.mark.parametrize(
@@ -226,7 +211,7 @@ def test_no_fix_hands_a_foreign_word_to_the_shell(
     stated = Needs(run_dir=Path(hostile), nvme=Path(foreign))
     fixes = [
         *(found.fix for found in storage.check(stated)),
-        *(found.fix for found in network._interface_variables(stated)),
+        *(found.fix for found in network._interface_variable(stated)),
     ]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     fixes.append(network._host_name("cluster.nodes: 2").fix)
@@ -269,26 +254,6 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         not [*storage._shared_memory(tmp_path, Needs())] or Path("/proc/driver/nvidia").is_dir()
     )
     assert found.level == "warning" and "docker run --shm-size" in found.fix
-
-
-def test_the_key_of_wandb_is_never_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "netrc"
-    monkeypatch.setenv("NETRC", str(file))
-    online = Needs(wandb="WANDB_MODE=online")
-    assert not [*network.check(Needs())]
-    (missing,) = network.check(online)
-    assert missing.blocks and "wandb login" in missing.fix
-    key = "0123456789abcdef0123456789abcdef01234567"
-    file.write_text(f"machine api.wandb.ai login user password {key}\n")
-    file.chmod(0o600)
-    (found,) = network.check(online)
-    assert found.level == "ok" and key not in str(found)
-    file.write_bytes(b"machine \xff")
-    monkeypatch.setenv("WANDB_BASE_URL", f"https://user:{key}@wandb.example")
-    (unread,) = network.check(online)
-    assert unread.blocks and key not in str(unread)
 
 
 def test_nvcc_is_judged_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:

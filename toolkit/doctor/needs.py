@@ -13,7 +13,7 @@ from toolkit.models.hub import ShapeUnknown, model_config
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource
 from toolkit.run.assignment import Assignment, decide
-from toolkit.run.trackers import TRACKERS, wandb_mode, wanted
+from toolkit.run.trackers import TRACKERS, wanted
 
 EVERY_RECIPE = "every recipe"
 
@@ -40,8 +40,6 @@ class Needs:
     """`bf16` where it must be the GPU's own."""
     several_machines: str | None = None
     """The setting that uses several machines."""
-    wandb: str | None = None
-    """The environment that sends logs to W&B's server."""
     run_dir: Path = Path("runs")
     nvme: Path | None = None
     checkpoint_bytes: int | None = None
@@ -71,7 +69,6 @@ def needs_of(recipe: Recipe) -> Needs:
         several = f"cluster.nodes: {recipe.cluster.nodes}"
     on_gpus = recipe.cluster.gpu != "cpu"
     nvme = recipe.parallel.zero.nvme_path
-    online = "wandb" in wanted(recipe.logging) and wandb_mode() == "online"
     return Needs(
         run=EVERY_RECIPE,
         packages=packages | dict(_packages(recipe, assignment)),
@@ -82,7 +79,6 @@ def needs_of(recipe: Recipe) -> Needs:
         gpu=f"cluster.gpu: {recipe.cluster.gpu}" if on_gpus else None,
         precision=recipe.training.precision if on_gpus else None,
         several_machines=several,
-        wandb="WANDB_MODE=online" if online else None,
         run_dir=run_dir,
         nvme=Path(nvme) if nvme else None,
         checkpoint_bytes=_checkpoint_bytes(assignment),

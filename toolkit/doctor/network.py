@@ -1,29 +1,26 @@
-"""Names and interfaces by which ranks meet, and the login of W&B."""
+"""Names and interfaces by which ranks meet."""
 
 import os
 import shlex
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from ipaddress import ip_address
 
 import psutil  # type: ignore[import-untyped]  # has no type hints of its own
 
 from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
-from toolkit.text.redact import redact
 
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOPBACK = "ranks of other machines cannot reach it (pytorch/gloo#223)"
 
 
 def check(needs: Needs) -> Iterator[Finding]:
-    yield from _interface_variables(needs)
+    yield from _interface_variable(needs)
     if needs.several_machines:
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
+        if _INTERFACE not in os.environ:
             yield _host_name(needs.several_machines)
         yield from _master(needs.several_machines)
-    if needs.wandb:
-        yield _wandb_login(needs.wandb)
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -57,7 +54,7 @@ def _host_name(needed_by: str) -> Finding:
     return Finding(
         "host name", "problem", f"{name} {why}",
         cost=f"gloo falls back to loopback: {_LOOPBACK}", needed_by=needed_by,
-        fix=f"export GLOO_SOCKET_IFNAME={usable} on every machine, or give {name} its own "
+        fix=f"export {_INTERFACE}={usable} on every machine, or give {name} its own "
         "address in /etc/hosts",
     )  # fmt: skip
 
@@ -74,34 +71,21 @@ def _is_loopback(address: str) -> bool:
     return ip_address(address).is_loopback
 
 
-def _interface_variables(needs: Needs) -> Iterator[Finding]:
-    """Check that a named interface is there. Otherwise gloo and NCCL fail."""
-    there = interfaces()
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        stated = os.environ.get(variable)
-        if stated is None:
-            continue
-        exact = variable.startswith("GLOO")
-        if _matches(stated, there, exact):
-            yield Finding(variable, "ok", stated)
-            continue
-        library = "gloo" if exact else "NCCL"
-        yield lacking(
-            variable, f"{stated!r} names no interface here; there are {', '.join(there)}",
-            cost=f"{library} cannot connect the ranks",
-            fix=f"export {variable}={shlex.quote(_usable(there) or 'lo')}",
-            # gloo is in every process group, also in that of one machine.
-            needed_by=needs.run if exact else needs.gpu, otherwise="warning",
-        )  # fmt: skip
-
-
-def _matches(stated: str, there: dict[str, list[str]], exact: bool) -> bool:
-    """Whether a name matches. gloo takes whole names. NCCL takes beginnings of names, `=name`
-    and `^not,these`."""
-    names = [one.strip().partition(":")[0] for one in stated.lstrip("^=").split(",")]
-    if exact or stated.startswith("="):
-        return all(name in there for name in names)
-    return any(name.startswith(tuple(names)) is not stated.startswith("^") for name in there)
+def _interface_variable(needs: Needs) -> Iterator[Finding]:
+    """Check that gloo's interface is there. gloo is in every process group, also in that of
+    one machine."""
+    stated, there = os.environ.get(_INTERFACE), interfaces()
+    if stated is None:
+        return
+    if all(name.strip() in there for name in stated.split(",")):
+        yield Finding(_INTERFACE, "ok", stated)
+        return
+    yield lacking(
+        _INTERFACE, f"{stated!r} names no interface here; there are {', '.join(there)}",
+        cost="gloo cannot connect the ranks",
+        fix=f"export {_INTERFACE}={shlex.quote(_usable(there) or 'lo')}",
+        needed_by=needs.run, otherwise="warning",
+    )  # fmt: skip
 
 
 def _master(needed_by: str) -> Iterator[Finding]:
@@ -121,21 +105,4 @@ def _master(needed_by: str) -> Iterator[Finding]:
     yield Finding(
         "MASTER_ADDR", "problem", found, cost=cost, needed_by=needed_by,
         fix="unset MASTER_ADDR, or export the address of rank 0's machine",
-    )  # fmt: skip
-
-
-def _wandb_login(needed_by: str) -> Finding:
-    """Whether there is a key. The key itself is never shown."""
-    from requests.utils import get_netrc_auth  # by way of wandb
-
-    server, key = os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai", None
-    with suppress(ValueError):  # of a .netrc that is no text
-        key = os.environ.get("WANDB_API_KEY") or get_netrc_auth(server)
-    server = redact(server)
-    if key:
-        return Finding("W&B login", "ok", f"a key for {server}")
-    return Finding(
-        "W&B login", "problem", f"no key for {server}", needed_by=needed_by,
-        cost="nothing of the run reaches W&B",
-        fix="wandb login, or export WANDB_API_KEY; or unset WANDB_MODE",
     )  # fmt: skip

@@ -4,10 +4,7 @@ A stored sample is a list of token ids. A token that is not trained is stored as
 complement of its id, which is negative. A preference is two such samples.
 """
 
-import signal
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -37,8 +34,6 @@ from toolkit.recipe.schema import ChatSource, PreferenceSource
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-LIMIT_S = 30.0
-"""Limit of CPU time for a row: a chat template is a program of others, which may never end."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values of a column that nothing reads whose loss means nothing."""
 Batch: TypeAlias = list[tuple[int, object, object]]
@@ -82,9 +77,8 @@ class SampleMaker:
         columns, keys, rendered = dict[str, None](), dict[str, None](), list[_Texts]()
         for number, place, row in batch:
             try:
-                with _limited(place):
-                    examples = self._parsed(row)
-                    samples = self._marked(place, examples)
+                examples = self._parsed(row)
+                samples = self._marked(place, examples)
             except MalformedRow as error:
                 check_dropped(self._source, f"{place}: {error}")
                 report.count("malformed", f"{place}: {error}")
@@ -172,30 +166,7 @@ class SampleMaker:
         kept = [piece for piece in pieces if _has_trained(piece)]
         self._report.samples += len(kept)
         self._report.untrained += not kept
-        self._report.cut_off += not kept and _has_trained(sample)
         return kept
-
-
-@contextmanager
-def _limited(place: object) -> Iterator[None]:
-    """In the main thread: raise DataError after `LIMIT_S` seconds of CPU time."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(*_: object) -> None:
-        raise DataError(
-            f"{place}: the chat template takes more than {LIMIT_S:g} s of CPU time for it",
-            fix="correct the row, or name another template in `data.chat_template`",
-        )
-
-    handler = signal.signal(signal.SIGVTALRM, end)
-    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, handler)
 
 
 def _has_trained(sample: list[MarkedTokens]) -> bool:

@@ -24,8 +24,6 @@ class ChatReport:
     untrained: int = 0
     """Samples dropped because none of their tokens is trained. Pieces of a split one are not
     counted if other pieces remain."""
-    cut_off: int = 0
-    """Untrained samples whose trained tokens lay after the cut."""
     rewritten: int = 0
     equal: int = 0
     """Preferences whose two answers are equal."""
@@ -90,29 +88,8 @@ class ChatReport:
         """Raise DataError if no sample is left, or most have no trained token."""
         if self.samples and self.untrained <= self.samples:
             return
-        fix = "check the data with `dmt data show`"
-        if self.untrained:
-            said = (
-                f"{self.untrained:,} of {self.samples + self.untrained:,} samples have no "
-                "trained token"
-            )
-            if 2 * self.cut_off >= self.untrained:
-                said += f"; of {self.cut_off:,} they lie after the first "
-                said += f"{sequence_length:,} tokens"
-                fix = "raise `training.sequence_length`, or set `too_long: drop`"
-            else:
-                said += ": their conversations have no turn of the assistant that `loss_on` "
-                said += "trains"
-                fix = (
-                    "check roles, weights and `loss_on`, and `{% generation %}` in the template"
-                )
-        elif self.too_long:
-            said = f"all {self.too_long:,} conversations are longer than "
-            said += f"{sequence_length:,} tokens"
-            fix = "raise `training.sequence_length`, or set `too_long: truncate`"
-        elif self.malformed:
-            said = f"all {self.malformed:,} rows are malformed (the first: "
-            said += f"{self.first_malformed})"
-        else:
-            said = "it has no rows"
-        raise DataError(f"`{source.path}`: {said}", fix=fix)
+        raise DataError(
+            f"`{source.path}`: {'; '.join(self.notes(source, False)) or 'it has no rows'}",
+            fix="check roles and weights of turns, `loss_on`, and that trained turns lie in "
+            f"the first {sequence_length:,} tokens (`too_long`)",
+        )

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _CACHE_VERSION = 4
 """Increment it whenever the same rows, template and tokenizer would give different samples."""
-_FORMAT = 3
+_FORMAT = 4
 """Increment it whenever the same samples would be stored differently."""
 _ROWS_AT_ONCE = 512
 """Rows of a batch."""
