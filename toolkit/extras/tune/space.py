@@ -6,11 +6,10 @@ schedule.warmup_steps: {low: 0, high: 100, step: 10}
 optimizer.weight_decay: [0.0, 0.01, 0.1]
 ```
 
-Optuna judges a range, the recipe's own schema its bounds and choices.
+Optuna judges a range. The recipe judges each point before it is trained.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from toolkit.errors import Problem, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.words import settings
-from toolkit.recipe.yaml_text import MAX_BYTES, WHOLE_FILE, Location, parse
+from toolkit.recipe.yaml_text import MAX_BYTES, WHOLE_FILE, parse
 from toolkit.system.install import optional
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import is_within
@@ -77,25 +76,18 @@ def load_space(path: Path, recipe: Path, overrides: Sequence[str] = ()) -> Space
     for key, value in root.data.items():
         try:
             space[key] = _distribution(key, value)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             place = root.place((key,))
             problems.append(Problem(key, in_yaml(value), _FORM, str(error), *place))
-    values = {
-        key: value
-        if isinstance(value := root.data[key], list)
-        else [value["low"], value["high"]]
-        for key in space
-    }
-    for key in space:
-        problems += _refused(key, values, root.place((key,)), recipe, overrides)
     if problems:
         raise RecipeError(problems)
+    _check_ends(root.data, recipe, overrides)
     return space
 
 
 def _distribution(key: str, value: Any) -> Any:
-    """The distribution of a setting. Raises ValueError for what is no range and no choices. Its
-    text is the fix."""
+    """The distribution of a setting. Raises TypeError or ValueError for what is no range and no
+    choices. Its text is the fix."""
     distributions = optional("optuna", "tune", "dmt tune: optuna").distributions
     if is_within(key, _SAME_FOR_ALL):
         raise ValueError("remove it: it must be the same in all trials")
@@ -106,19 +98,9 @@ def _distribution(key: str, value: Any) -> Any:
         return distributions.CategoricalDistribution(choices)
     if not isinstance(value, dict):
         raise ValueError(f"for one value use --set {key}={in_yaml(value)}")
-    if not {"low", "high"} & value.keys():
-        inner = next(iter(value), "KEY")
-        raise ValueError(f"write a setting within it as `{key}.{inner}: …`")
-    if unknown := value.keys() - {"low", "high", "log", "step"}:
-        raise ValueError(f"remove {', '.join(sorted(unknown))}")
-    numbers = [value.get(name) for name in ("low", "high", "step")]
-    kinds = {type(one) for one in numbers if one is not None}
-    if not kinds <= {int, float} or None in numbers[:2]:
-        raise ValueError("give `low` a number, and `high` and `step`")
-    if not isinstance(value.get("log", False), bool):
-        raise ValueError("give `log` true or false")
-    if value["low"] >= value["high"]:
-        raise ValueError("give `high` more than `low`")
+    kinds = {type(one) for name, one in value.items() if name != "log"}
+    if not {"low", "high"} <= value.keys() or not kinds <= {int, float}:
+        raise ValueError("give `low` and `high` a number each; `log` and `step` are optional")
     setting = settings().get(key)
     if setting and not setting.takes("integer", "number"):
         raise ValueError(f"write choices: {key}: [VALUE, VALUE]")
@@ -130,23 +112,19 @@ def _distribution(key: str, value: Any) -> Any:
     return distributions.IntDistribution(**value)
 
 
-def _refused(
-    key: str, values: Mapping[str, list[Any]], place: Location, recipe: Path,
-    overrides: Sequence[str],
-) -> Iterator[Problem]:  # fmt: skip
-    """The recipe's first objection to a bound or choice of a setting. Each is tried with the
-    other settings' first values, and with their last ones."""
-    section = key.rpartition(".")[0] or key
-    for one in values[key]:
-        refused = []
-        for end in (0, -1):
-            point = {name: every[end] for name, every in values.items()} | {key: one}
-            stated = [f"{name}={in_yaml(value)}" for name, value in point.items()]
-            try:
-                load_recipe(recipe, [*overrides, *stated])
-            except RecipeError as error:
-                own = (found for found in error.problems if is_within(found.key, [section]))
-                refused += [next(own, None)]
-        if len(refused) == 2 and (problem := refused[0] or refused[1]):
-            yield replace(problem, file=place.file, line=place.line)
+def _check_ends(stated: Mapping[str, Any], recipe: Path, overrides: Sequence[str]) -> None:
+    """Raise the recipe's own error if it takes neither all first values nor all last ones.
+    Other points are judged when they are to be trained."""
+    ends = [
+        value if isinstance(value, list) else (value["low"], value["high"])
+        for value in stated.values()
+    ]
+    for end in (0, -1):
+        point = {key: values[end] for key, values in zip(stated, ends, strict=True)}
+        try:
+            load_recipe(recipe, [*overrides, *overrides_of(point)])
+        except RecipeError:
+            if end == -1:
+                raise
+        else:
             return
