@@ -18,13 +18,13 @@ Source = dict[str, Any]
 
 _PAIRS = ("chat_template", "chat_template.default", "orpo.chat_template")
 _SHAREGPT = {"role": "from", "content": "value"}
-_MAPPINGS: tuple[dict[str, str], ...] = ({}, {"role": "role", "content": "content"}, _SHAREGPT)
-_ROLES = {
-    "user": {"user", "human"},
-    "assistant": {"assistant", "gpt"},
-    "system": {"system"},
-    "tool": {"tool"},
+_AS_HERE: Mapping[str, tuple[object, ...]] = {
+    "message_property_mappings": (None, {"role": "role", "content": "content"}, _SHAREGPT),
+    "train_on_eos": (None, "turn"),
+    "roles_to_train": (None, ["assistant"], ["gpt"], ["assistant", "gpt"]),
 }
+"""Settings of Axolotl's chats, and the values with which messages are read and trained as
+here."""
 _PAIR_FIELDS = {
     "field_messages": "prompt",
     "field_chosen": "chosen",
@@ -88,7 +88,10 @@ def _axolotl_source(
 ) -> Source:
     unread: list[str] = []
     prompt = str(given.pop("type", None) or "chat_template")
-    mapped, trained = _usual(given)
+    is_sharegpt = given.get("message_property_mappings") == _SHAREGPT
+    for name, usual in _AS_HERE.items():
+        if given.get(name) in usual:
+            given.pop(name, None)
     source: Source = {"path": given.pop("path")}
     source |= {
         name: given.pop(name) for name in ("name", "split", "revision") if given.get(name)
@@ -110,14 +113,14 @@ def _axolotl_source(
         field = given.pop("field", None) or given.pop("text_column", None) or "text"
         source |= {"kind": "hf", "text_field": field}
     else:
-        word = "conversations" if mapped == _SHAREGPT else "messages"
+        word = "conversations" if is_sharegpt else "messages"
         form = prompt.partition(".")[0]
-        shape = "sharegpt" if mapped == _SHAREGPT else "messages"
+        shape = "sharegpt" if is_sharegpt else "messages"
         source |= {"kind": "chat", "format": "alpaca" if form == "alpaca" else shape}
         fields = {"field_messages": word}
         if form != "chat_template":
             unread.append(f"its prompt {form} is another template: see data.chat_template")
-        if _on(settings, "train_on_inputs") or "user" in trained:
+        if _on(settings, "train_on_inputs"):
             source["loss_on"] = "all"
     named = {ours: given.pop(theirs, None) or ours for theirs, ours in fields.items()}
     if columns := {ours: name for ours, name in named.items() if name != ours}:
@@ -130,28 +133,6 @@ def _axolotl_source(
     for reason in unread:
         found.drop(at, f"{source['path']}: {reason}")
     return source
-
-
-def _usual(given: dict[str, Any]) -> tuple[Any, Any]:
-    """How messages are named, and the roles that train. What means the same here is popped."""
-    mapped, trained = given.get("message_property_mappings") or {}, given.get("roles_to_train")
-    roles = given.get("roles")
-    names = {str(one) for one in trained} if isinstance(trained, list) else set()
-    usual = {
-        "message_property_mappings": mapped in _MAPPINGS,
-        "train_on_eos": given.get("train_on_eos") == "turn",
-        "roles_to_train": bool(names)
-        and (names <= _ROLES["assistant"] or {"user", "assistant"} <= names),
-        "roles": isinstance(roles, dict)
-        and all(
-            isinstance(some, list) and {str(one) for one in some} <= _ROLES.get(role, set())
-            for role, some in roles.items()
-        ),
-    }
-    for name, is_usual in usual.items():
-        if is_usual:
-            given.pop(name, None)
-    return mapped, names
 
 
 def _on(settings: Settings, name: str) -> bool:
