@@ -14,7 +14,6 @@ from toolkit.errors import BackendUnavailable, PlanError, RecipeError
 from toolkit.foreign import preflight
 from toolkit.launchers.job import gpu_variables, job_of
 from toolkit.plan.planner import plan_recipe
-from toolkit.run.announce import ledger_of
 from toolkit.run.assignment import decide
 
 GPU = {"cluster__gpu": "h100-80gb", "training__precision": "bf16"}
@@ -96,12 +95,9 @@ def test_the_plan_takes_no_attention_that_is_not() -> None:
     assert planned(**ASKED, kernels__attention="flash").attention_kernel == "flash"
 
 
-def test_megatron_and_the_ledger_are_told() -> None:
+def test_megatron_is_told() -> None:
     wanted = recipe(**ASKED, parallel__engine="megatron")
     plan = plan_recipe(wanted)
     assert BACKENDS[plan.engine].render(wanted, plan.layout)["transformer"][
         "deterministic_mode"
     ]
-    found = {entry.what: entry.kind for entry in ledger_of(wanted, plan)}
-    assert found["repeated runs"] == "exact"
-    assert "repeated runs" not in {entry.what for entry in ledger_of(recipe(**GPU), plan)}

@@ -60,5 +60,5 @@ def test_the_plan_says_what_it_does_not_count_or_what_is_rounded(
     config = BACKENDS[plan.engine].render(wanted, plan.layout)
     (section,) = settings
     assert config[section].items() >= settings[section].items()
-    entries = {one.what for one in ledger_of(wanted, plan) if one.kind == "approximated"}
+    entries = {one.what for one in ledger_of(wanted, plan)}
     assert entries >= {*what}

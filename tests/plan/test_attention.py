@@ -9,7 +9,6 @@ from torch import nn
 from tests.plan.making import TINY, recipe
 from toolkit.engines.build import _try_first
 from toolkit.errors import RecipeError
-from toolkit.plan.ledger import ledger
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import explore, plan_recipe, settled
 
@@ -107,17 +106,11 @@ def test_cudnn_is_planned_faster() -> None:
     assert first.step_s < 0.9 * own.step_s
 
 
-@pytest.mark.parametrize(
-    ("kernel", "words"),
-    [("eager", "eager in every engine"), ("cudnn", "cudnn's kernel first")],
-)
-def test_it_is_in_the_ledger_and_planned_again(kernel: str, words: str) -> None:
+@pytest.mark.parametrize("kernel", ["eager", "cudnn"])
+def test_it_is_planned_again(kernel: str) -> None:
     wanted = recipe(**HOPPER, kernels__attention=kernel)
     plan = plan_recipe(wanted)
     assert plan.attention == ("eager" if kernel == "eager" else "sdpa")
-    spec = explore(wanted).job.spec
-    (entry,) = [one for one in ledger(wanted, plan, spec) if one.what == "attention"]
-    assert words in entry.why
     assert plan_recipe(settled(wanted, plan)).attention_kernel == kernel
 
 

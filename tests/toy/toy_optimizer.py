@@ -6,7 +6,7 @@ M ← β₁ M + G, W ← W - lr·λ W - lr·M, with the first of `optimizer.beta
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from toolkit.optimizers.base import Ledger, OptimizerKind, Trained, WholeTensors
+from toolkit.optimizers.base import OptimizerKind, Trained, WholeTensors
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +55,6 @@ SGD = OptimizerKind(
     unused=("eps",),
     whole=WholeTensors("toy_optimizer:rule", moments=("exp_avg",)),
     reference="toy_optimizer:reference",
-    ledger=Ledger("SGD with fp32 weights and momentum"),
     packages={"toy": "toy", "toy-sgd": "toy_sgd"},
     no_adapter="nobody has tried",
 )

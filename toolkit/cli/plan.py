@@ -20,14 +20,13 @@ from toolkit.plan.dimensions import batch_text, layout_text, recompute_text
 from toolkit.plan.estimate import Estimate, Room, derivations, machine_output, memory_parts
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
-from toolkit.plan.ledger import Kind, LedgerEntry
+from toolkit.plan.ledger import LedgerEntry, named
 from toolkit.plan.planned import Planned, plan_recipe
 from toolkit.plan.reasons import compared_engines, why
 from toolkit.run.announce import ledger_of
 from toolkit.text.terminal import tell
 from toolkit.text.units import GIB, MIB_PER_GIB, human, seconds, size
 
-_COLOURS: dict[Kind, str] = {"exact": "green", "approximated": "yellow"}
 _ROOM: dict[Room, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 _SHOWN = 8
 """How many strategies the table shows."""
@@ -182,8 +181,7 @@ def _lines(planned: Planned, explain: bool) -> Iterator[str | Text]:
         if "WARNING" in reason:
             yield Text(f"  {reason}", "yellow")
     yield _labelled("why", why(found).partition(": ")[2])
-    names = [entry.what for entry in entries if entry.kind == "approximated"]
-    yield _labelled("exact but for", ", ".join(names) or "nothing")
+    yield _labelled("exact but for", named(entries))
 
 
 def _labelled(label: str, value: str) -> Text:
@@ -294,7 +292,7 @@ def _explained(planned: Planned, entries: Sequence[LedgerEntry]) -> Iterator[Tex
     yield Text("  what if: the best plan with one setting changed", "dim")
     yield from plan_tables.alternatives(found)
     yield from plan_tables.formulas(derivations(found.best))
-    yield Text("  compared with one process in fp32", "dim")
+    exact = "exact, compared with one process in fp32"
+    yield Text(f"  {exact}{', but for' if entries else ''}", "dim")
     for entry in entries:
-        kind = (f"  {entry.kind:<12} ", _COLOURS[entry.kind])
-        yield Text.assemble(kind, (entry.what, "bold"), f": {entry.why}")
+        yield Text.assemble("  - ", (entry.what, "bold"), f": {entry.why}")

@@ -17,7 +17,7 @@ from toolkit.doctor.selftest import NUMBERS, Suite
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.intake.load import load_recipe
 from toolkit.models.families import model_spec
-from toolkit.plan.ledger import summary
+from toolkit.plan.ledger import named
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.comparison import Comparison, Record
 from toolkit.rehearse.layouts import RehearsedLayout, select
@@ -232,5 +232,4 @@ def _lines(result: RehearsalResult) -> Iterator[Line]:
             yield Text.assemble((f"{one.candidate.name}  ", _COLOURS[one.verdict]), one.why)
     yield Text("\nthe recipe as planned, against one fp32 process", "dim")
     rehearsal = result.rehearsal
-    for line in summary(ledger_of(rehearsal.original, rehearsal.plan)):
-        yield f"  {line}"
+    yield f"  exact but for: {named(ledger_of(rehearsal.original, rehearsal.plan))}"

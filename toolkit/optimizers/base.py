@@ -84,18 +84,6 @@ class Trained(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Ledger:
-    """What a plan's ledger says of the optimizer. Each entry is (what, why)."""
-
-    states: str
-    """Which states the optimizer has, and in what precision."""
-    exact: tuple[str, str] | None = None
-    approximated: tuple[str, str] | None = None
-    amplified: tuple[str, str] | None = None
-    """An approximation that shows only where layouts' gradients differ in the last digit."""
-
-
-@dataclass(frozen=True, eq=False)
 class OptimizerKind:
     """An optimizer that `optimizer.name` chooses."""
 
@@ -104,7 +92,6 @@ class OptimizerKind:
     reference: str
     """The function (settings, list of `Trained`) → list of torch's optimizers, for one process
     and by other means than the `rule`."""
-    ledger: Ledger
     whole: WholeTensors | None = None
     """None if the optimizer is every engine's own AdamW."""
     unused: tuple[str, ...] = ()
@@ -122,6 +109,10 @@ class OptimizerKind:
     """`dmt rehearse` lowers the rate to this, because larger steps amplify rounding. In ten
     steps of AdamW, 3e-3 turned 1e-7 into 3e-5. So did 1e-3 with experts, whose routing
     jumps."""
+    approximated: tuple[str, str] | None = None
+    """Entry of a plan's ledger (what, why): which numbers are rounded."""
+    amplified: tuple[str, str] | None = None
+    """One that shows only where layouts' gradients differ in the last digit."""
     gives_up: str = ""
     """What a run loses by changing from AdamW to this optimizer in order to fit."""
 
@@ -129,7 +120,6 @@ class OptimizerKind:
 ADAMW = OptimizerKind(
     title="AdamW",
     reference="toolkit.rehearse.reference:adamw",
-    ledger=Ledger("AdamW with fp32 weights and moments"),
     aliases=("adam", "adamw_torch", "adamw_torch_fused", "adamw_hf", "fusedadam"),
     elsewhere={"deepspeed.json": "AdamW", "TrainingArguments": "adamw_torch"},
 )

@@ -1,7 +1,7 @@
 """Muon (https://kellerjordan.github.io/posts/muon): the matrices inside the decoder layers are
 updated by their orthogonalised momentum, everything else by AdamW."""
 
-from toolkit.optimizers.base import Ledger, OptimizerKind, WholeTensors
+from toolkit.optimizers.base import OptimizerKind, WholeTensors
 from toolkit.optimizers.tensors import is_layer_matrix
 
 MUON = OptimizerKind(
@@ -14,13 +14,9 @@ MUON = OptimizerKind(
         by_replicas=False,
     ),
     reference="toolkit.engines.muon:reference",
-    ledger=Ledger(
-        "Muon and AdamW with fp32 weights and moments",
-        exact=("Muon", "whole matrices of the checkpoint are orthogonalised, each on one rank"),
-        amplified=(
-            "Newton-Schulz in bf16",
-            "as in torch.optim.Muon: another last digit of a gradient may flip a bit there",
-        ),
+    amplified=(
+        "Newton-Schulz in bf16",
+        "as in torch.optim.Muon: another last digit of a gradient may flip a bit there",
     ),
     no_adapter="what is trained is a product of two matrices, and to orthogonalise each factor "
     "is not to orthogonalise the update",

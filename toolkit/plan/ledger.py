@@ -1,4 +1,4 @@
-"""The ledger: what a layout computes exactly as the plain run, and what it approximates.
+"""The ledger: what a layout approximates of the plain run. Everything else is exact.
 
 The plain run is the same recipe in one process, fp32, the whole global batch at once, in
 transformers. Every entry is derived from recipe and plan.
@@ -6,26 +6,22 @@ transformers. Every entry is derived from recipe and plan.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from toolkit.backend import BACKENDS
-from toolkit.layout import Fp8Scaling, Layout, padded_vocab
+from toolkit.layout import Fp8Scaling
 from toolkit.models.model import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.plan import Plan
-from toolkit.recipe.schema import ChatRowsSource, Recipe
-
-Kind = Literal["exact", "approximated"]
-KINDS: tuple[Kind, ...] = ("exact", "approximated")
+from toolkit.recipe.schema import Recipe
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
     """One line of the ledger."""
 
-    kind: Kind
     what: str
-    """A short name: `token-mean loss`."""
+    """A short name: `order of sums`."""
     why: str
     """The reason, with the numbers of this plan."""
 
@@ -37,7 +33,7 @@ def ledger(
     config: Mapping[str, object] | None = None,
     engine_config: Mapping[str, Any] | None = None,
 ) -> list[LedgerEntry]:
-    """Every entry of this plan, exact ones first.
+    """Every entry of this plan.
 
     `config` is the hub's config of the model if the recipe states none. `engine_config` is the
     configuration of the plan's engine. Without it, entries follow from the plan only.
@@ -51,83 +47,13 @@ def ledger(
     of_engine = BACKENDS[plan.engine].approximations(
         plan, recipe.training.precision, engine_config or {}
     )
-    found = {
-        "exact": _exact(recipe, plan, spec),
-        "approximated": [
-            *_approximated(recipe, plan, spec, random),
-            *of_engine,
-        ],
-    }
-    return [LedgerEntry(kind, what, why) for kind in KINDS for what, why in found[kind]]
+    found = (*_approximated(recipe, plan, spec, random), *of_engine)
+    return [LedgerEntry(what, why) for what, why in found]
 
 
-def summary(entries: Sequence[LedgerEntry]) -> list[str]:
-    """One line per kind that names its entries."""
-    lines = []
-    for kind in KINDS:
-        if names := [entry.what for entry in entries if entry.kind == kind]:
-            lines.append(f"{kind}: {', '.join(names)}")
-    return lines
-
-
-def _exact(recipe: Recipe, plan: Plan, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    layout, optimizer = plan.layout, recipe.optimizer
-    if recipe.model.init == "random":
-        yield "initial weights", "drawn from the seed and each parameter's name and indices"
-    else:
-        yield (
-            "initial weights",
-            f"every rank reads its part of {recipe.model.checkpoint or recipe.model.hub}",
-        )
-    if recipe.training.deterministic:
-        yield "repeated runs", "bitwise equal in this layout, with the same packages and GPUs"
-    yield "data order", "global batch k follows from the seed and k, under any world size"
-    if (ramp := recipe.training.batch_ramp) is not None:
-        sizes = f"{ramp.start} to {recipe.training.global_batch_size} samples a step"
-        yield "batch ramp", f"{sizes}, always the next ones of the same order"
-    if isinstance(recipe.data.train, tuple):
-        yield "blended sources", "each has its share of every prefix to within one sample"
-    if recipe.data.isolates:
-        yield "isolated documents", "a token attends to its own only, and positions restart"
-    elif not all(isinstance(one, ChatRowsSource) for one in recipe.data.sources):
-        yield "packed documents", "attention crosses those of a sequence, in every layout"
-    parts = layout.dp * layout.gradient_accumulation
-    split = f", not of its {parts:,} parts" if parts > 1 else ""
-    pairs = recipe.training.rows_per_sample > 1
-    what, items = ("pair-mean", "pairs") if pairs else ("token-mean", "unmasked tokens")
-    yield f"{what} loss", f"the mean over the {items} of the whole batch{split}"
-    if recipe.adapter is not None and spec.moe_layers:
-        yield "experts without adapters", "adapters are of attention: experts do not train"
-    if recipe.model.balance is not None:
-        yield "balance of experts", "defined by the sequences of the whole batch"
-    if optimizer.kind.ledger.exact:
-        yield optimizer.kind.ledger.exact
-    yield "optimizer states", optimizer.kind.ledger.states
-    if plan.attention is not None:
-        kernel = plan.attention_kernel
-        first = f", {kernel}'s kernel first," if kernel in ("cudnn", "flash") else ""
-        how = kernel if kernel == "varlen" else plan.attention
-        yield "attention", f"{how}{first} in every engine and model implementation"
-    yield from _exact_activations(layout)
-    rows = spec.vocab if plan.model == "hf" else padded_vocab(spec.vocab, layout.tp)
-    if layout.loss == "chunked":
-        yield "loss in chunks", "the logits of some tokens at a time, the same numbers"
-    if rows != spec.vocab:
-        yield (
-            "padded vocabulary",
-            f"{spec.vocab:,} rows padded to {rows:,} for tensor {layout.tp}; the added ones "
-            "are masked out of the softmax and never exported",
-        )
-
-
-def _exact_activations(layout: Layout) -> Iterator[tuple[str, str]]:
-    if layout.cp > 1:
-        spread = f"the positions of a row on {layout.cp} ranks, each at its own place"
-        yield "context parallel", f"{spread}; {layout.exchange} lets it see the whole row"
-    if layout.stages:
-        yield "uneven pipeline", "the same layers in the same order, on other ranks"
-    if layout.recompute != "none":
-        yield "recompute", "the backward pass repeats the forward pass with the same numbers"
+def named(entries: Sequence[LedgerEntry]) -> str:
+    """The entries' names on one line."""
+    return ", ".join(entry.what for entry in entries) or "nothing"
 
 
 def _approximated(
@@ -157,11 +83,11 @@ def _approximated(
         yield "keys and values", f"their gradients are summed over context ranks in {precision}"
     if sums := _split_sums(plan):
         yield "order of sums", f"{sums}: the same terms, other last digits"
-    ledger = recipe.optimizer.kind.ledger
-    if ledger.amplified and (sums or precision != "fp32"):
-        yield ledger.amplified
-    if ledger.approximated:
-        yield ledger.approximated
+    optimizer = recipe.optimizer.kind
+    if optimizer.amplified and (sums or precision != "fp32"):
+        yield optimizer.amplified
+    if optimizer.approximated:
+        yield optimizer.approximated
     if recipe.follows_validation and (sums or precision != "fp32"):
         yield "validation loss", "a step that it decides may come later by a last digit"
     if layout.compile != "none":

@@ -23,7 +23,7 @@ from toolkit.text.terminal import tell
 
 
 def ledger_of(recipe: Recipe, plan: Plan) -> list[LedgerEntry]:
-    """What this plan keeps exactly and approximates."""
+    """What this plan approximates."""
     config = model_config(recipe.model)
     engine_config = BACKENDS[plan.engine].render(recipe, plan.layout)
     spec = spec_of(config, (), recipe.adapter)

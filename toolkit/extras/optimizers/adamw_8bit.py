@@ -4,7 +4,6 @@ from math import prod
 
 from toolkit.optimizers.base import (
     MOMENTS,
-    Ledger,
     OptimizerKind,
     Quantity,
     Shape,
@@ -40,13 +39,10 @@ ADAMW_8BIT = OptimizerKind(
         owned=lambda shape: MOMENTS if prod(shape) < MIN_SIZE else tuple(_CODED),
     ),
     reference="toolkit.extras.optimizers.adamw_8bit_update:reference",
-    ledger=Ledger(
-        "AdamW with fp32 weights and moments of 8 bits",
-        approximated=(
-            "8-bit states",
-            "moments are rounded to 8 bits in every step, in blocks of whole tensors of the "
-            "checkpoint; another last digit of a gradient may flip a code",
-        ),
+    approximated=(
+        "8-bit states",
+        "moments are rounded to 8 bits in every step, in blocks of whole tensors of the "
+        "checkpoint; another last digit of a gradient may flip a code",
     ),
     aliases=("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
     packages={"bitsandbytes": "bitsandbytes"},

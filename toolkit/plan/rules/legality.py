@@ -1,6 +1,6 @@
 """The legality rules: which engine can train which model implementation, and how.
 
-One table serves `dmt check` (through `problems`), the planner (through `pairs`) and the ledger.
+One table serves `dmt check` (through `problems`) and the planner (through `pairs`).
 Rules about a model's shape are in `toolkit.plan.rules.models`. A setting that a rule refuses
 may be left to the planner: that is the fix, where nothing better is known.
 """
