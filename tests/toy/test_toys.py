@@ -30,7 +30,7 @@ def test_the_engine_is_planned_and_rendered(with_toys: Verb) -> None:
     other = with_toys({"parallel.engine": "ddp"}, "render", "--to", "toy")
     assert "runs on the engine ddp, which reads no toy configuration" in other.err
     accelerate = with_toys(ENGINE, "render", "--to", "accelerate")
-    assert "runs on the engine toy, which an Accelerate script cannot use" in accelerate.err
+    assert "is planned as toy" in accelerate.err
     assert "fix: --set parallel.engine=deepspeed" in accelerate.err
 
 

@@ -4,12 +4,12 @@ One file is complete. Engine-specific parts are in `Backend.accelerate`. The key
 accelerate's commands/config/config_args.py and commands/launch.py.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
 
 from toolkit.backend import BACKENDS, InAccelerate
 from toolkit.errors import PlanError
-from toolkit.plan.dimensions import DEGREES, DIMENSION, recompute_text
+from toolkit.plan.dimensions import DEGREES, degrees_text, recompute_text
 from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.dump import dump
@@ -31,14 +31,6 @@ ASK_FOR_IP = "give --main_process_ip on the command line"
 
 _IN_SCRIPTS = {"loss": "whole", "compile": "none"}
 """What transformers models do by themselves, of `kernels`, and planning must know."""
-
-
-_NOT_IN_SCRIPTS = {
-    "tp": "whose ranks need the same samples",
-    "cp": "whose positions a script does not split",
-    "ep": "which changes the model",
-}
-"""Degrees of a layout that a script lacks with transformers' model, and why."""
 _ASKED_FOR = {"parallel.replicate": 1, "parallel.context": 1}
 """What is on where the recipe says so, and the value otherwise."""
 
@@ -122,23 +114,14 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
     """
     words = BACKENDS[plan.engine].accelerate
     if recipe.training.batch_ramp is not None:
-        raise PlanError(
-            f"{recipe.name} has training.batch_ramp, and Accelerate one batch for all steps",
-            fix="--set training.batch_ramp=null; or train with `dmt launch`",
-        )
+        raise _unable(recipe, "has training.batch_ramp", ["training.batch_ramp=null"])
     if isinstance(plan.layout.recompute, int):
-        raise PlanError(
-            f"{recipe.name} recomputes {recompute_text(plan.layout)}, Accelerate's scripts all "
-            "layers or none",
-            fix="--set parallel.recompute=full; or keep the layout with `dmt launch`",
-        )
+        some = f"recomputes {recompute_text(plan.layout)}"
+        raise _unable(recipe, some, ["parallel.recompute=full"])
     copies, ranks = plan.layout.replicate, plan.layout.dp
     if copies > 1 and (ranks % copies or ranks == copies):
-        raise PlanError(
-            f"{recipe.name} has {copies} copies of shards on {ranks} data-parallel ranks; "
-            "Accelerate needs two or more ranks for each",
-            fix="--set parallel.replicate=1; or keep the layout with `dmt launch`",
-        )
+        few = f"has {copies} copies of shards on {ranks} data-parallel ranks"
+        raise _unable(recipe, few, ["parallel.replicate=1"])
     whole = plan.layout.tp == plan.layout.cp == plan.layout.ep == 1
     if plan.model == "hf" and words is not None and whole:
         return words
@@ -151,17 +134,15 @@ def in_accelerate(recipe: Recipe, plan: Plan) -> InAccelerate:
         changes.append("parallel.sequence=auto")
     if recipe.parallel.recompute == "selective":
         changes.append("parallel.recompute=full")
-    of_model = "" if plan.model == "hf" else " with megatron-core's model"
-    for degree, why in _NOT_IN_SCRIPTS.items():
-        if plan.model == "hf" and getattr(plan.layout, degree) > 1:
-            of_model = (
-                f" with {DIMENSION[degree].setting} {getattr(plan.layout, degree)}, {why}"
-            )
-    raise PlanError(
-        f"{recipe.name} runs on the engine {plan.engine}{of_model}, which an Accelerate script "
-        "cannot use",
+    found = degrees_text(plan.engine, plan.model, plan.layout)
+    raise _unable(recipe, f"is planned as {found}", changes)
+
+
+def _unable(recipe: Recipe, what: str, changes: Sequence[str]) -> PlanError:
+    return PlanError(
+        f"{recipe.name} {what}, which an Accelerate script cannot run",
         fix=" ".join(f"--set {change}" for change in changes)
-        + "; or keep the layout with `dmt launch`",
+        + "; or keep it with `dmt launch`",
     )
 
 
