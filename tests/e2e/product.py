@@ -88,7 +88,7 @@ def can_be_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
 class Command:
     """One running command: the foreground job of a shell, in its own process group.
 
-    Where that is possible it is warm (tests/warm.py), unless it is to be `cold`.
+    Where that is possible it is warm (tests/warm.py).
     """
 
     def __init__(
@@ -96,15 +96,13 @@ class Command:
         argv: Sequence[str],
         folder: Path,
         env: Mapping[str, str] | None = None,
-        *,
-        cold: bool = False,
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._register = folder / f".{self._mark}.register"
         self._register.mkdir()
         marks = {_MARK: self._mark, REGISTER: str(self._register)}
         start: Any = subprocess.Popen
-        if not cold and can_be_warm(argv, env or {}):
+        if can_be_warm(argv, env or {}):
             start = WarmPython
             if Path(argv[0]).name in THEIR_LAUNCHERS:
                 argv = [sys.executable, *argv]
@@ -207,11 +205,9 @@ def started(
     argv: Sequence[str],
     folder: Path,
     env: Mapping[str, str] | None = None,
-    *,
-    cold: bool = False,
 ) -> Iterator[Command]:
     """Start a command in `folder`; kill what is left of it at the end of the block."""
-    command = Command(argv, folder, env, cold=cold)
+    command = Command(argv, folder, env)
     try:
         yield command
     finally:
@@ -223,11 +219,10 @@ def run(
     folder: Path,
     env: Mapping[str, str] | None = None,
     *,
-    cold: bool = False,
     code: int | None = None,
 ) -> Ended:
     """Run a command to its end; `code`: see `Command.end`."""
-    with started(argv, folder, env, cold=cold) as command:
+    with started(argv, folder, env) as command:
         return command.end(code)
 
 

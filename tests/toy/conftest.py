@@ -42,14 +42,13 @@ def site(tmp_path: Path) -> Path:
 def with_toys(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Ended]:
     """Run a verb of `dmt` on a changed small recipe, where the toys are installed."""
     recipe = write_project(tmp_path)
-    damaged = "site" in request.fixturenames
-    if damaged:
+    if "site" in request.fixturenames:
         paths = {"PYTHONPATH": f"{request.getfixturevalue('site')}:{ROOT}"}
     else:
         paths = {"PYTHONPATH": request.getfixturevalue("python_path")}
 
     def start(changes: dict[str, object], name: str, *arguments: str) -> Ended:
         command = dmt(*name.split(), recipe, *settings(changes), *arguments)
-        return run(command, tmp_path, paths, cold=damaged)
+        return run(command, tmp_path, paths)
 
     return start
