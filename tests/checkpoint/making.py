@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import yaml
 from torch import Tensor
 
 from tests.checkpoint.conftest import MANIFEST
-from tests.models.small import SMALL
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.saver import Saver
 from toolkit.checkpoint.shards import QUANTITIES, StateShard, cut, parameter_blocks
@@ -31,9 +31,7 @@ optimizer: {learning_rate: 1.0e-3}
 parallel: {engine: ddp, model: hf}
 """
 """Its model is `MODEL`."""
-MODEL = ModelSection(
-    config=SMALL | {"model_type": "llama", "vocab_size": 320, "tie_word_embeddings": True}
-)
+MODEL = ModelSection(config=yaml.safe_load(RECIPE)["model"]["config"])
 
 
 def write_recipe(folder: Path) -> Path:

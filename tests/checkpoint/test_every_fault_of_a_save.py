@@ -15,25 +15,13 @@ BEFORE_THE_RENAME = ["hashed", "manifest"]
 AFTER_THE_RENAME = ["renamed", "latest", "prune"]
 """The checkpoint counts from the rename on. Only rank 0 gets to these and to those before."""
 PLACES = [
-    *((phase, rank) for phase in ON_EVERY_RANK for rank in (0, 1)),
-    *((phase, 0) for phase in BEFORE_THE_RENAME + AFTER_THE_RENAME),
+    *((phase, rank, bool(rank)) for phase in ON_EVERY_RANK for rank in (0, 1)),
+    *(
+        (phase, 0, bool(number % 2))
+        for number, phase in enumerate(BEFORE_THE_RENAME + AFTER_THE_RENAME)
+    ),
 ]
-IN_TURN = BEFORE_THE_RENAME + AFTER_THE_RENAME
-PLACES_AND_MODES = [
-    # Each mode on a rank of its own, and for the phases of rank 0, which both modes share, in
-    # turn; `make soak` tries all.
-    pytest.param(
-        phase,
-        rank,
-        asynchronous,
-        marks=pytest.mark.soak
-        if asynchronous != (rank if phase in ON_EVERY_RANK else IN_TURN.index(phase) % 2)
-        else (),
-        id=f"{phase}-{rank}-{'asynchronous' if asynchronous else 'synchronous'}",
-    )
-    for phase, rank in PLACES
-    for asynchronous in (True, False)
-]
+"""Phase, rank, and whether the save is asynchronous: in turn, as both ways share the phases."""
 
 
 @pytest.fixture(autouse=True)
@@ -56,13 +44,12 @@ def saved_steps(folder: Path) -> list[int]:
     return [int(name.removeprefix("step-")) for name in names]
 
 
-@pytest.mark.parametrize("save", [pytest.param(1, marks=pytest.mark.soak), 3])
-@pytest.mark.parametrize(("phase", "rank", "asynchronous"), PLACES_AND_MODES)
+@pytest.mark.parametrize(("phase", "rank", "asynchronous"), PLACES)
 def test_a_kill(
-    tmp_path: Path, undisturbed: list[str], phase: str, rank: int, save: int, asynchronous: bool
+    tmp_path: Path, undisturbed: list[str], phase: str, rank: int, asynchronous: bool
 ) -> None:
-    if phase == "prune":
-        save = KEEP + 1  # the first that has something to remove
+    # In the first save, and with older checkpoints: the third is the first to remove one.
+    save = 1 if phase in NOTHING_WRITTEN else KEEP + 1
     hit = 1 if phase == "prune" else save
     start = Start(tmp_path, asynchronous)
     codes, _ = run(replace(start, faults=f"checkpoint.{phase}=kill@rank{rank},hit{hit}"))
@@ -81,7 +68,7 @@ def test_a_kill(
 
 @pytest.mark.parametrize(
     ("phase", "rank", "asynchronous"),
-    [case for case in PLACES_AND_MODES if case.values[0] not in NOTHING_WRITTEN],
+    [place for place in PLACES if place[0] not in NOTHING_WRITTEN],
 )
 def test_a_full_disk(
     tmp_path: Path, undisturbed: list[str], phase: str, rank: int, asynchronous: bool

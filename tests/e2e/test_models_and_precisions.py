@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.e2e.conftest import RECIPE, Project
 from tests.e2e.product import curve, records
 from tests.forked import ForkedRanks
-from tests.models.small import FAMILIES
+from tests.models.small import tiny
 from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.models.model import is_dropout
 from toolkit.train.worker import train_recipe
@@ -32,7 +32,7 @@ def recipe_with(project: Project, name: str, model: str) -> Path:
 
 def base_model(folder: Path, family: str) -> Path:
     """A model folder as transformers writes it, with settings that are no defaults."""
-    config = AutoConfig.for_model(family, **FAMILIES[family] | {"vocab_size": 320})
+    config = AutoConfig.for_model(**tiny(family) | {"vocab_size": 320, "pad_token_id": None})
     for key in filter(is_dropout, config.to_dict()):
         setattr(config, key, 0.125)
     model = AutoModelForCausalLM.from_config(config)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from tests.engines.pairs import DENSE
 from tests.forked import call_ranks
+from tests.models.small import VOCABULARY
 from toolkit.backend import BACKENDS
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.checkpoint.export import COMPANIONS, DTYPES
@@ -41,7 +42,6 @@ from toolkit.rehearse.reference import plain_run
 STEPS = 4
 """Enough for a wrong moment, weight or mask to show above rounding: most show at the second."""
 LENGTH = 16
-VOCABULARY = 101
 TRAINING = TrainingSection(steps=STEPS, sequence_length=LENGTH, global_batch_size=8)
 """Of each case, but for its precision and its micro batch."""
 RATE = 1e-3

@@ -7,14 +7,14 @@ each new case has as many as it can that its layout has not met.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partialmethod
+from functools import cache
 from itertools import cycle, product
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from pydantic import ValidationError
-from torch import nn
+from torch import _TorchCompileInductorWrapper as Inductor
 
 from toolkit.batch import IGNORE_INDEX, MicroBatch
 from toolkit.engines import owners
@@ -67,7 +67,6 @@ LAYOUTS: dict[str, tuple[int, Settings]] = {
 }  # fmt: skip
 """By name, the number of processes and `parallel`."""
 
-WITH_INDUCTOR = ("ddp",)
 FUSED = (
     "torch.nn.functional.scaled_dot_product_attention",
     "toolkit.models.megatron.attention.scaled_dot_product_attention",
@@ -340,15 +339,6 @@ def covering_array(layouts: Sequence[str], most: int | None = None) -> list[Case
     return cases + [_models(name)[0] for name in left]
 
 
-def whole_product(layout: str) -> Iterator[Case]:
-    """Each legal pair of values of different axes, one of which is the optimizer."""
-    for optimizer, value in product(FEATURES["optimizer"], VALUES):
-        if value[0] != "optimizer":
-            case = Case(layout, tuple({value[0]: value[1], "optimizer": optimizer}.items()))
-            if recipe_of(case) is not None:
-                yield case
-
-
 def in_16_bits(layout: str) -> Iterator[Case]:
     """Each optimizer, in bf16 and fp16."""
     for precision, optimizer in product(("bf16", "fp16"), FEATURES["optimizer"]):
@@ -380,20 +370,22 @@ def batches_of(case: Case, recipe: Recipe) -> list[MicroBatch] | None:
     return masked(global_batches(recipe, recipe.model.config["vocab_size"]))
 
 
+def graph_of_kernels(_: Inductor, module: Any, inputs: Any) -> Any:
+    return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+
 def fused_attention(*_: object, **__: object) -> None:
     raise AssertionError("a fused kernel was asked for")
 
 
 @contextmanager
 def kernels_of(case: Case) -> Iterator[None]:
-    """Graphs are run by torch's own kernels, but for one layout: inductor takes ten times as
-    long to make some, whatever the layout. Eager attention asks for no fused kernel, and Muon's
-    matrices are exchanged a few at a time."""
+    """Graphs are run by torch's own kernels: inductor, which test_parity.py has, takes ten
+    times as long to make some. Eager attention asks for no fused kernel, and Muon's matrices
+    are exchanged a few at a time."""
     with ExitStack() as patches:
         patches.enter_context(patch.object(owners, "EXCHANGED_AT_ONCE", 20_000))
-        if case.layout not in WITH_INDUCTOR:
-            compiled = partialmethod(nn.Module.compile, backend="aot_eager")
-            patches.enter_context(patch.object(nn.Module, "compile", compiled))
+        patches.enter_context(patch.object(Inductor, "__call__", graph_of_kernels))
         if ("attention", "eager") in case.features:
             for place in FUSED:
                 patches.enter_context(patch(place, fused_attention))

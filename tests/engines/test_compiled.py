@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+from tests.engines.pairs import Inductor, graph_of_kernels
 from tests.engines.small import ACTIVATIONS, batch, saved_bytes, small_model
 from tests.models.configs import CONFIGS
 from toolkit.errors import BackendUnavailable, PlanError
@@ -30,26 +31,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated"),
 ]
 
-DENSE = [
-    name
-    for name in CONFIGS
-    if not model_spec({"model_type": name.split()[0], **CONFIGS[name]}).moe_layers
-]
-
-
-SOME = ("llama", "gpt2", "gemma2", "gemma3_text")
+FAMILIES = ("llama", "gpt2", "gemma2", "gemma3_text")
 """Layers of one kind, transposed weights, and layers of two kinds."""
 
 
 @pytest.fixture
 def without_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Graphs are found and differentiated, but run by torch's own kernels."""
-    compile_module = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module,
-        "compile",
-        lambda self, **how: compile_module(self, **how, backend="aot_eager"),
-    )
+    monkeypatch.setattr(Inductor, "__call__", graph_of_kernels)
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -62,13 +51,10 @@ def graphs() -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [one if one in SOME else pytest.param(one, marks=pytest.mark.soak) for one in DENSE],
-)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.usefixtures("without_inductor")
 def test_families(name: str) -> None:
-    """Each layer of every dense family is one graph; those of a kind share theirs."""
+    """Each layer is one graph; those of a kind share theirs."""
     plain, model = small_model(name), small_model(name)
     compiled.compile_layers(model, "layers")
     assert [one for one, _ in hf.named_parameters(model)] == [

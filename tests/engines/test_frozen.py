@@ -56,11 +56,9 @@ def frozen(freeze: tuple[str, ...], case: Case, **changes: Any) -> Case:
 
 CASES = [
     frozen(ATTENTION, Case("ddp", 2), precision="bf16"),
-    frozen(ATTENTION, Case("fsdp", 2, stage=3)),
     frozen(BOTTOM, Case("fsdp", 2, stage=3), precision="bf16"),
     frozen(ATTENTION, Case("deepspeed", 2, stage=1), precision="bf16"),
     frozen(ATTENTION, Case("deepspeed", 2, stage=3)),
-    frozen(ATTENTION, megatron(tensor=2)),
     frozen(ATTENTION, megatron(stage=1), precision="bf16"),
     frozen(BOTTOM, megatron(pipeline=2), precision="fp16"),
     frozen(TOP, megatron(pipeline=2), family=LAYERS | {"tie_word_embeddings": False}),

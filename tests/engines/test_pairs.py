@@ -19,7 +19,6 @@ from tests.engines.pairs import (
     covering_array,
     in_16_bits,
     records,
-    whole_product,
 )
 from tests.forked import call_ranks
 
@@ -126,12 +125,6 @@ def test_every_feature(layout: str, request: pytest.FixtureRequest) -> None:
     if "offload" in layout:
         request.getfixturevalue("cpu_adam")
     check([*covering([layout])])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_whole_product(layout: str) -> None:
-    check([*whole_product(layout)])
 
 
 @pytest.mark.soak

@@ -25,7 +25,11 @@ from tests.engines.cases import (
 from tests.forked import call_ranks
 from toolkit.engines.distributed import Ranks
 
-SINGLE = [*(Case("ddp", micro) for micro in (8, 2)), Case("fsdp", 2, stage=3)]
+SINGLE = [
+    Case("ddp", 8),
+    Case("ddp", 2, kernels={"compile": "layers"}),
+    Case("fsdp", 2, stage=3),
+]
 
 
 def test_reference_learns() -> None:
@@ -66,21 +70,6 @@ def test_two_processes_with_nvme_offload(tmp_path: Path) -> None:
     assert swapped > 10 * 2**20, "nothing was swapped to disk"
 
 
-@pytest.mark.slow
-def test_bf16_stages_agree() -> None:
-    """bf16 rounds, but every stage rounds alike; in particular none rounds the rotary
-    frequencies, which would shift positions in one stage only."""
-    cases = [Case("deepspeed", 2, stage=stage) for stage in (0, 1, 2, 3)]
-    cases += [Case("fsdp", 2, stage=3), Case("ddp", 2)]
-    cases = [replace(case, precision="bf16", steps=3) for case in cases]
-    results = list(run(cases, world=2).values())
-    expected = reference(cases[0])
-    for result in results:
-        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-3)
-        assert result["loss"] == pytest.approx(results[3]["loss"], rel=1e-4)
-        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2)
-
-
 FINE = Case(
     "ddp", 4, precision="bf16", family={"initializer_range": 0.1},
     optimizer={"learning_rate": 1e-4},
@@ -93,7 +82,9 @@ numbers: masters that start from rounded weights lose three quarters of it."""
 @pytest.mark.usefixtures("cpu_adam")
 def test_fp32_masters() -> None:
     """Every engine's masters start from the weights before they are rounded to bf16: from step
-    1 to 2 over one batch the loss falls as in a plain loop with such masters."""
+    1 to 2 over one batch the loss falls as in a plain loop with such masters. All models of
+    transformers have the same first loss: none rounds the rotary frequencies, which would shift
+    positions in one ZeRO stage only."""
     megatron, sharded = replace(FINE, engine="megatron"), replace(FINE, engine="deepspeed")
     cases = [
         FINE,
@@ -104,21 +95,25 @@ def test_fp32_masters() -> None:
         *(replace(megatron, stage=stage) for stage in (0, 1)),
         replace(megatron, parallel={"tensor": 2}),
     ]
-    expected = _plain_fall()
-    for name, fall in call_ranks(each_case, 2, _fall, cases)[0].items():
-        assert fall == pytest.approx(expected, rel=0.05), name
+    found = call_ranks(each_case, 2, _two_losses, cases)[0]
+    begin, end = _plain_losses()
+    for case in cases:
+        first, second = found[case.name]
+        of_megatron = case.engine == "megatron" or "model" in case.parallel
+        assert first == pytest.approx(begin, rel=1e-3 if of_megatron else 1e-4), case
+        assert first - second == pytest.approx(begin - end, rel=0.05), case
 
 
-def _fall(case: Case, ranks: Ranks) -> float:
-    """How far the loss of one global batch falls in the first step."""
+def _two_losses(case: Case, ranks: Ranks) -> tuple[float, float]:
+    """The loss of one global batch before and after the first step."""
     engine, layout = new_engine(case, ranks)
     batch = first_batch(ranks, layout)
     first, second = (engine.train_step(*batch, case.learning_rate).loss for _ in range(2))
     engine.close()
-    return first - second
+    return first, second
 
 
-def _plain_fall() -> float:
+def _plain_losses() -> tuple[float, float]:
     """The same of a bf16 model by transformers, updated from fp32 masters by torch."""
     masters, model = plain_model(FINE), plain_model(FINE).bfloat16()
     optimizer = torch.optim.AdamW(masters.parameters(), lr=FINE.learning_rate, eps=1e-6)
@@ -134,4 +129,4 @@ def _plain_fall() -> float:
         for master, weight in pairs:
             weight.copy_(master)
     after = model(batch.input_ids, labels=batch.labels, shift_labels=batch.labels).loss
-    return (before - after).item()
+    return before.item(), after.item()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.forked import call_ranks
-from tests.models.small import FAMILIES
+from tests.models.small import tiny
 from toolkit.batch import MicroBatch
 from toolkit.engines.distributed import Ranks
 from toolkit.layout import Exchange, Layout
@@ -143,8 +143,7 @@ def model_error(context: Context, family: str, seed: int) -> float:
     weights = torch.rand(ROWS, LENGTH, generator=generator)
 
     def results(split: Context | None) -> list[Tensor]:
-        options = FAMILIES[family] | {"sliding_window": 6}
-        config = hf.AutoConfig.for_model(family, **options)
+        config = hf.AutoConfig.for_model(**tiny(family) | {"sliding_window": 6})
         config._attn_implementation = "documents" if split else "eager"
         torch.manual_seed(seed)
         model = hf.new_model(config, torch.float32)

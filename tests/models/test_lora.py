@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from tests.models.small import FAMILIES, SMALL, section
+from tests.models.small import FAMILIES, section, tiny
 from tests.plan.making import TINY, intent, recipe
 from toolkit.errors import RecipeError
 from toolkit.layout import Layout
@@ -21,20 +21,12 @@ from toolkit.models.families.tensors import Block, blocks
 from toolkit.plan.cost.memory import stage_memory
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.planner import plan_recipe
-from toolkit.recipe.schema import AdapterSection, ModelSection, Recipe
+from toolkit.recipe.schema import AdapterSection, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
-DENSE = [
-    name for name, config in FAMILIES.items() if not any("experts" in key for key in config)
-]
+DENSE = [name for name in FAMILIES if not any("experts" in key for key in tiny(name))]
 
-WITHOUT_FILE = {
-    "stablelm": SMALL | {"num_key_value_heads": 4},
-    "opt": {
-        "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 128,
-        "vocab_size": 100, "word_embed_proj_dim": 32,
-    },
-}  # fmt: skip
+WITHOUT_FILE = {"stablelm": {"num_key_value_heads": 4}, "opt": {"word_embed_proj_dim": 32}}
 
 
 def lora(config: Any, **fields: Any) -> Lora:
@@ -53,11 +45,7 @@ def meta(family: str) -> Any:
 def test_all_linear_is_what_peft_calls_so(family: str) -> None:
     """Also for types without a family file: an untied head (stablelm) has no adapter, a
     projection outside of the layers (opt) has one."""
-    config = hf.build_config(
-        ModelSection(config={"model_type": family, **WITHOUT_FILE[family]})
-        if family in WITHOUT_FILE
-        else section(family)
-    )
+    config = hf.build_config(section(family, **WITHOUT_FILE.get(family, {})))
     transposed = family == "gpt2"
     peft = LoraConfig(
         r=4, target_modules="all-linear", task_type="CAUSAL_LM", fan_in_fan_out=transposed

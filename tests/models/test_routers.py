@@ -7,12 +7,11 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from tests.models.every_type import tiny
+from tests.models.small import tiny
 from toolkit.models.routers import is_router, outcome
 from toolkit.models.types import BIASED, SCORES
 
 ONE_SPARSE: dict[str, dict[str, Any]] = {
-    "deepseek_v3": {"first_k_dense_replace": 1},
     "deepseek_v32": {"first_k_dense_replace": 1},
     "glm_moe_dsa": {"mlp_layer_types": ["dense", "sparse"]},
 }

@@ -192,7 +192,7 @@ def test_a_recipe_may_raise_the_positions_of_a_pretrained_model(tmp_path: Path) 
     for number, one in enumerate((section("llama"), scaled, section("gpt2"))):
         base = tmp_path / str(number)
         filled(one).save_pretrained(base)
-        stated = {**(one.config or {}), "max_position_embeddings": 64}
+        stated = {**(one.config or {}), "max_position_embeddings": 128}
         raised = ModelSection(hub=str(base), init="pretrained", config=stated)
         if number:
             with pytest.raises(PlanError, match="a copy of its folder with an edited config"):
@@ -202,7 +202,7 @@ def test_a_recipe_may_raise_the_positions_of_a_pretrained_model(tmp_path: Path) 
         (tmp_path / "export").mkdir()
         hf.save_companions(config, torch.float32, tmp_path / "export", base, stated)
         exported = json.loads((tmp_path / "export/config.json").read_text())
-        assert config.max_position_embeddings == exported["max_position_embeddings"] == 64
+        assert config.max_position_embeddings == exported["max_position_embeddings"] == 128
 
 
 def test_dropout_is_off_unless_the_recipe_sets_it() -> None:

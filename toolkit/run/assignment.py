@@ -119,8 +119,9 @@ def decide(
 
 def _recorded(run_dir: Path) -> Recipe | None:
     """The recipe of the directory's run. None before it has begun."""
+    recipe = RunDirectory(run_dir).recipe
     with suppress(DmtError):
-        return load_recipe(RunDirectory(run_dir).recipe)
+        return load_recipe(recipe) if recipe.exists() else None
     return None
 
 
