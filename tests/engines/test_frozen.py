@@ -59,13 +59,11 @@ CASES = [
     frozen(BOTTOM, Case("fsdp", 2, stage=3), precision="bf16"),
     frozen(ATTENTION, Case("deepspeed", 2, stage=1), precision="bf16"),
     frozen(ATTENTION, Case("deepspeed", 2, stage=3)),
+    frozen(BOTTOM, Case("deepspeed", 2, stage=3, offload="cpu")),
+    frozen(BOTTOM, Case("fsdp", 2, stage=3, offload="cpu")),
     frozen(ATTENTION, megatron(stage=1), precision="bf16"),
     frozen(BOTTOM, megatron(pipeline=2), precision="fp16"),
     frozen(TOP, megatron(pipeline=2), family=LAYERS | {"tie_word_embeddings": False}),
-]
-OFFLOADED = [
-    frozen(BOTTOM, Case("deepspeed", 2, stage=3, offload="cpu")),
-    frozen(BOTTOM, Case("fsdp", 2, stage=3, offload="cpu")),
 ]
 
 
@@ -131,17 +129,18 @@ def buffers_of(engine: Any) -> Iterator[Any]:
         yield from (*replica.buffers, *replica.expert_parallel_buffers)
 
 
-def check(cases: list[Case], folder: Path) -> None:
-    found = call_ranks(each_case, 2, partial(look, str(folder)), cases)
-    for case in cases:
-        print(case.name)
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_adam")
+def test_engines(tmp_path: Path) -> None:
+    found = call_ranks(each_case, 2, partial(look, str(tmp_path)), CASES)
+    for case in CASES:
         ranks = [results[case.name] for results in found]
         for rank in ranks:
             assert rank["gradients"] == 0
             assert abs(rank["moments"] - rank["trained"]) < PADDING
             assert rank["buffers"] in (0, pytest.approx(rank["trained"], abs=PADDING))
         assert sum(rank["frozen"] for rank in ranks) > 2 * PADDING
-        check_saved(case, folder / case.name / folder_name(STEPS))
+        check_saved(case, tmp_path / case.name / folder_name(STEPS))
 
 
 def check_saved(case: Case, checkpoint: Path) -> None:
@@ -155,14 +154,3 @@ def check_saved(case: Case, checkpoint: Path) -> None:
         weight = state.read("weight", whole_quantity("weight", name, shape))
         rounded = first[name].detach().to(DTYPES.get(case.precision, torch.float32)).float()
         assert torch.equal(weight, rounded) == still, name
-
-
-@pytest.mark.slow
-def test_engines(tmp_path: Path) -> None:
-    check(CASES, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cpu_adam")
-def test_offload(tmp_path: Path) -> None:
-    check(OFFLOADED, tmp_path)

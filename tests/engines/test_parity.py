@@ -21,6 +21,7 @@ from tests.engines.cases import (
     plain_model,
     reference,
     run,
+    zero,
 )
 from tests.forked import call_ranks
 from toolkit.engines.distributed import Ranks
@@ -49,9 +50,12 @@ def test_two_processes_with_cpu_offload(tmp_path: Path) -> None:
     cases = [
         Case("deepspeed", 2, stage=1, offload="cpu"),
         Case("deepspeed", 4, stage=3, offload="cpu", resume_in=str(tmp_path)),
+        zero(3, "cpu"),
     ]
-    for name, result in run(cases, world=2).items():
-        assert_curves(result, reference(cases[0]), tolerance=OFFLOAD_TOLERANCE, name=name)
+    results = run(cases, world=2)
+    for case in cases:
+        result, wanted = results[case.name], reference(case)
+        assert_curves(result, wanted, tolerance=OFFLOAD_TOLERANCE, name=str(case))
 
 
 @pytest.mark.soak

@@ -45,6 +45,7 @@ CASES = [
     Case("deepspeed", 2, stage=0),
     Case("deepspeed", 2, stage=2, precision="bf16"),
     Case("deepspeed", 2, stage=3),
+    Case("deepspeed", 2, stage=3, offload="cpu"),
     zero(2),
     megatron(pipeline=2),
     megatron(stage=1),
@@ -124,23 +125,14 @@ def compare(case: Case, ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def check(cases: list[Case]) -> None:
-    results = call_ranks(each_case, 2, compare, cases)[0]
-    for case in cases:
+@pytest.mark.slow
+@pytest.mark.usefixtures("cpu_adam")
+def test_two_processes() -> None:
+    results = call_ranks(each_case, 2, compare, CASES)[0]
+    for case in CASES:
         result, steps = results[case.name], spoiled_steps(case)
         why = {step: reason for step, reason in WHY.items() if step in steps}
         assert result["skipped"] == [why] * 2, case
         assert len(result["dropped"]) == STEPS - len(steps)
         assert result["spoiled"] == result["dropped"], case
         assert result["scalers"][0] == result["scalers"][1], case
-
-
-@pytest.mark.slow
-def test_two_processes() -> None:
-    check(CASES)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("cpu_adam")
-def test_cpu_offload() -> None:
-    check([Case("deepspeed", 2, stage=3, offload="cpu")])

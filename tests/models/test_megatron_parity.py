@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.configs import CONFIGS, LLAMA3, ROPES, SMALL, config_of, scaled
+from tests.models.configs import CONFIGS, ROPES, SMALL, config_of, scaled
 from tests.models.in_megatron import check, run_cases, save_random_model
 from toolkit.models.families import model_spec
 
@@ -20,7 +20,6 @@ YARN = {
     "mscale_all_dim": 1.0, "beta_fast": 16, "beta_slow": 1,
 }  # fmt: skip
 MORE: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama 3 rope": ("llama", {"rope_scaling": LLAMA3, "max_position_embeddings": 16384}),
     **{f"llama {rope_type}": ("llama", scaled(rope_type)) for rope_type in ROPES},
     "llama yarn with mscale": (
         "llama",
