@@ -110,8 +110,9 @@ def _first_of(config: Config, *keys: str) -> Any:
 def padding_token(config: Config, spec: ModelSpec) -> int | None:
     """The token whose input embedding transformers does not train."""
     token: int | None = config["pad_token_id"]
-    # torch counts a negative index from the end.
-    return None if token is None else token % spec.vocab
+    if token is None or config["model_type"] in ("gpt2", "gpt_neox"):  # these train all tokens
+        return None
+    return token % spec.vocab  # torch counts a negative index from the end
 
 
 # --- rotary positions -------------------------------------------------------------------
