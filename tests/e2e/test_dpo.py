@@ -2,14 +2,13 @@
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from shutil import rmtree
 
 import pytest
 
 from tests.e2e.conftest import RECIPE, WORDS, Project
-from tests.e2e.product import events, records
+from tests.e2e.product import events, records, run
 
 TEXT = '{kind: text, files: ["data/*.txt"]}'
 STEPS = 8
@@ -19,7 +18,7 @@ COMPUTING = "computing the reference's log-probabilities"
 
 
 @pytest.fixture(scope="module")
-def preferences(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+def preferences(tmp_path_factory: pytest.TempPathFactory) -> Project:
     """40 pairs of answers of one to five words, and a cache of their own."""
     folder = tmp_path_factory.mktemp("preferences")
     chance = random.Random(1)
@@ -41,15 +40,18 @@ def preferences(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
     text = text.replace("max_position_embeddings: 64", "max_position_embeddings: 128")
     assert text.count("preference") == text.count("objective: dpo") == 1
     (folder / "recipe.yaml").write_text(text)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("DMT_CACHE", str(folder / "cache"))
-        yield Project(folder)
+    return Project(folder)
+
+
+def launch(project: Project, run_dir: str, changes: dict[str, object]) -> None:
+    argv = project.command(run_dir, changes)
+    run(argv, project.folder, {"DMT_CACHE": str(project.folder / "cache")}, code=0)
 
 
 @pytest.fixture(scope="module")
 def whole(preferences: Project) -> Path:
     """Run directory of an uninterrupted run."""
-    preferences.launch("whole", CHANGES)
+    launch(preferences, "whole", CHANGES)
     return preferences.folder / "whole"
 
 
@@ -79,7 +81,7 @@ def test_the_first_rewards_are_0(whole: Path) -> None:
 
 @pytest.mark.slow
 def test_another_run_finds_the_reference(preferences: Project, whole: Path) -> None:
-    preferences.launch("again", {**CHANGES, "parallel.engine": "megatron"})
+    launch(preferences, "again", {**CHANGES, "parallel.engine": "megatron"})
     assert computed(preferences.folder / "again") == [False]
     check_equal(preferences.folder / "again", whole)
 
@@ -88,8 +90,8 @@ def test_another_run_finds_the_reference(preferences: Project, whole: Path) -> N
 def test_a_run_that_continues_without_it_computes_it_by_the_first_weights(
     preferences: Project, whole: Path
 ) -> None:
-    preferences.launch("half", {**CHANGES, "training.steps": 4})
+    launch(preferences, "half", {**CHANGES, "training.steps": 4})
     rmtree(preferences.folder / "cache" / "reference")
-    preferences.launch("half", {**CHANGES, **ZERO_3})
+    launch(preferences, "half", {**CHANGES, **ZERO_3})
     assert computed(preferences.folder / "half")[-1]
     check_equal(preferences.folder / "half", whole)
