@@ -33,7 +33,7 @@ def test_the_whole_page(run: Path, dmt: Dmt) -> None:
   steps        20 done, 2,000 trained tokens up to the last logged one
   loss         4.9900 at step 1 → 4.8000 at 20
   validation   4.5000 at step 20
-  starts       2, 1 of them by the launcher after a failure
+  starts       2, 1 of them by the launcher
                - rank 1 was killed by SIGKILL
   checkpoints  2 written, the last at step 20; training stood still for 0.40 s each; \
 2.50 s until committed

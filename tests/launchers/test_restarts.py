@@ -213,6 +213,7 @@ def test_a_signal_before_a_restart_is_told(tmp_path, does, expected):
     assert code == expected
     saved = "step 3 is saved" if expected == 75 else "nothing was saved"
     assert f"stopped by a signal before a restart; {saved}" in errors
+    assert '"restart"' not in (tmp_path / "events.jsonl").read_text(), "none was made"
     assert len(ports(tmp_path)) == 1
 
 

@@ -70,6 +70,8 @@ def test_checkpoints_since_the_last_agreement_are_set_aside(tmp_path: Path) -> N
         "step-00000012.suspect",
     }
     assert set_aside_after(tmp_path, 4) == "start the same command again"
+    assert "no checkpoint is left" in set_aside_after(tmp_path, 3)
+    assert set_aside_after(tmp_path, 0) == "start the same command again"
 
 
 @pytest.mark.slow

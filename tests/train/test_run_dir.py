@@ -103,11 +103,11 @@ def test_the_same_run_continues(tmp_path, changes):
     assert len(run.command.read_text().splitlines()) == 2
 
 
-def test_a_run_of_a_release_with_fewer_settings_continues(tmp_path):
+def test_a_run_of_a_release_with_other_settings_continues(tmp_path):
     run = create(tmp_path, recipe())
     text = run.recipe.read_text()
     assert "\n  special_tokens: text" in text
-    run.recipe.write_text(text.replace("\n  special_tokens: text", ""))
+    run.recipe.write_text(text.replace("\n  special_tokens: text", "\n  cache: /removed"))
     create(tmp_path, recipe())
 
 

@@ -187,6 +187,8 @@ class Agent(SimpleElasticAgent):
         """The machines in the last meeting."""
         self._failed = False
         """Whether a rank of this machine has failed since that meeting."""
+        self._restart: dict[str, Any] = {}
+        """Fields of the event about the next restart, which a signal may still prevent."""
 
     def run(self, role: str = "default") -> RunResult:
         """Run torch's agent. Raises RendezvousClosedError for a machine that waited beyond
@@ -222,6 +224,9 @@ class Agent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start this machine's ranks, each with its place."""
         self._offset = events_offset(self._directory.path)
+        if self._restart and not self._several:  # where there are several, rank 0 writes it
+            self._write("restart", **self._restart)
+        self._restart = {}
         self._watch = RankWatch(self._placed(worker_group), self._signals)
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
 
@@ -299,8 +304,8 @@ class Agent(SimpleElasticAgent):
             )
         else:
             tell(f"restart {attempt} of {most} from step {step}: {reason}")
-            if not self._several:  # where there are several, rank 0 writes it
-                self._write("restart", attempt=attempt, reason=reason, from_step=step)
+            fields = {"attempt": attempt, "reason": reason, "from_step": step}
+            self._restart = {"time": time.time(), **fields}
         return RunResult(WorkerState.FAILED)
 
     def _write(self, kind: Literal["failure", "restart"], **fields: Any) -> None:

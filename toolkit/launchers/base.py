@@ -192,8 +192,9 @@ def starter(launcher: str) -> Starter:
 
 
 DMT = ("-m", "toolkit.cli.main")
-TRAIN_RANK = ("-m", "toolkit.train")
 """The command `dmt` as Python arguments."""
+TRAIN_RANK = ("-m", "toolkit.train")
+"""The Python arguments of a rank, before its run directory or recipe."""
 
 
 _OF_THIS_MACHINE = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH")

@@ -79,7 +79,7 @@ class Summary:
     """The last validation."""
     starts: int
     restarts: tuple[str, ...]
-    """Why the launcher restarted the workers, each time that they had failed."""
+    """Why the launcher restarted the workers, each time that it did."""
     saves: Saves
     data_wait_share: float | None
     """Share of the time of all logged steps that rank 0 waited for micro batches, 0 … 1. None
@@ -102,8 +102,7 @@ class Summary:
             yield "loss", path
         if (found := self.validation) is not None:
             yield "validation", f"{found.value:.4f} at step {found.step:,}"
-        failures = f"{len(self.restarts):,} of them by the launcher after a failure"
-        yield "starts", f"{self.starts:,}, {failures}"
+        yield "starts", f"{self.starts:,}, {len(self.restarts):,} of them by the launcher"
         for reason in self.restarts:
             yield "", f"- {reason}"
         yield "checkpoints", str(self.saves)

@@ -13,6 +13,7 @@ from toolkit.text.dotted import is_within
 MAY_CHANGE = (
     *LENGTH_SETTINGS,
     "training.micro_batch_size",
+    "data.cache",  # of an earlier release: it changed no data
     "data.stages",
     "data.validation",
     "evaluation",

@@ -147,4 +147,6 @@ def set_aside_after(checkpoints: Path, agreed_step: int) -> str:
         return f"move checkpoints after it away yourself ({error}) before you start again"
     renamed = ", ".join(path.name for path in suspect)
     said = f"{renamed} got the ending .suspect: saved since then; " if suspect else ""
+    if suspect and suspect == folders:
+        return f"{said}no checkpoint is left from before: start again in another directory"
     return f"{said}start the same command again"
