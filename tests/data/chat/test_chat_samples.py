@@ -15,7 +15,7 @@ from tests.data.building import built
 from tests.data.chat.families import CHATML, TEMPLATES, conversations, make_tokenizer
 from toolkit.batch import IGNORE_INDEX
 from toolkit.data.build import TrainingData
-from toolkit.data.chat import workers
+from toolkit.data.chat import maker, workers
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.packing import StreamSamples
 from toolkit.errors import DataError
@@ -154,6 +154,18 @@ def test_malformed_rows_are_an_error_or_dropped(
     file.write_text("{oops\n")
     with pytest.raises(DataError, match="1 rows, 0 samples: 1 malformed rows dropped"):
         build(tmp_path, {"malformed": "drop"})
+
+
+def test_a_template_that_never_ends_is_an_error_with_its_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where rows are dropped: which ones must not depend on the machine."""
+    monkeypatch.setattr(maker, "LIMIT_S", 0.5)
+    write(tmp_path / "rows.jsonl", [chat("Hi", "Hello"), chat("cost", "Hello")])
+    costly = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    template = f"{{% if 'cost' in messages[0].content %}}{costly}{{% endif %}}"
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the chat template takes more"):
+        build(tmp_path, {"malformed": "drop"}, chat_template=template + CHATML.template)
 
 
 def test_special_tokens_that_a_text_spells_out(tmp_path: Path) -> None:

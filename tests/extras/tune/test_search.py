@@ -152,6 +152,8 @@ def test_rungs() -> None:
     assert first_rung(recipe, SPACE) == 60
     warm = {"schedule.warmup_steps": IntDistribution(0, 60)}
     assert first_rung(recipe, warm) == 80
+    refused = {"schedule.warmup_steps": CategoricalDistribution(("60", "null", "many"))}
+    assert first_rung(recipe, refused) == 80
     assert first_rung(load_recipe(TINY, ["evaluation.every_steps=200"]), SPACE) is None
 
 

@@ -58,6 +58,7 @@ def test_types_are_those_of_the_settings(tmp_path: Path) -> None:
         ("optimizer.eps: {low: 0, high: 1, log: true}", "optimizer.eps", "`low > 0`"),
         ("optimizer.eps: {low: 1, high: 2, log: true, step: 1}", "optimizer.eps", "`step`"),
         ("optimizer.eps: {low: yes, high: 2}", "optimizer.eps", "a number each"),
+        ("optimizer.eps: {low: 1, high: 2, log: maybe}", "optimizer.eps", "`log` true"),
     ],
 )  # fmt: skip
 def test_mistakes(line: str, key: str, fix: str, tmp_path: Path) -> None:
@@ -79,7 +80,8 @@ def test_mistakes(line: str, key: str, fix: str, tmp_path: Path) -> None:
 def test_the_recipe_judges_both_ends(line: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError) as error:
         space(tmp_path, line)
-    assert said in error.value.problems[0].fix
+    (problem,) = error.value.problems
+    assert said in problem.fix and problem.file == str(tmp_path / "space.yaml")
 
 
 def test_values_that_need_those_of_another_setting(tmp_path: Path) -> None:

@@ -4,7 +4,10 @@ A stored sample is a list of token ids. A token that is not trained is stored as
 complement of its id, which is negative. A preference is two such samples.
 """
 
+import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,6 +37,8 @@ from toolkit.recipe.schema import ChatSource, PreferenceSource
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+LIMIT_S = 30.0
+"""Limit of CPU time for a row: a chat template is a program of others, which may never end."""
 _NOTHING: tuple[Any, ...] = (None, "", [], {})
 """Values of a column that nothing reads whose loss means nothing."""
 Batch: TypeAlias = list[tuple[int, object, object]]
@@ -78,7 +83,8 @@ class SampleMaker:
         for number, place, row in batch:
             try:
                 examples = self._parsed(row)
-                samples = self._marked(place, examples)
+                with _limited(place):
+                    samples = self._marked(place, examples)
             except MalformedRow as error:
                 check_dropped(self._source, f"{place}: {error}")
                 report.count("malformed", f"{place}: {error}")
@@ -167,6 +173,28 @@ class SampleMaker:
         self._report.samples += len(kept)
         self._report.untrained += not kept
         return kept
+
+
+@contextmanager
+def _limited(place: object) -> Iterator[None]:
+    """In the main thread: raise DataError after `LIMIT_S` seconds of CPU time."""
+
+    def end(*_: object) -> None:
+        raise DataError(
+            f"{place}: the chat template takes more than {LIMIT_S:g} s of CPU time for it",
+            fix="correct the row, or name another template in `data.chat_template`",
+        )
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handler = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, LIMIT_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, handler)
 
 
 def _has_trained(sample: list[MarkedTokens]) -> bool:

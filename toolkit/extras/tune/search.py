@@ -105,4 +105,8 @@ def _most(distribution: Any) -> list[float]:
     choices = getattr(distribution, "choices", None)
     if choices is None:
         return [distribution.high]
-    return [float(one) for one in choices if one != "null"]
+    found = []
+    for one in choices:
+        with suppress(ValueError):  # null, or what the recipe refuses
+            found.append(float(one))
+    return found

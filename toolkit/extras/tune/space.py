@@ -10,10 +10,12 @@ Optuna judges a range. The recipe judges each point before it is trained.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from toolkit.errors import Problem, RecipeError
+from toolkit.intake.layers import OVERRIDE_FILE
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.words import settings
@@ -81,7 +83,7 @@ def load_space(path: Path, recipe: Path, overrides: Sequence[str] = ()) -> Space
             problems.append(Problem(key, in_yaml(value), _FORM, str(error), *place))
     if problems:
         raise RecipeError(problems)
-    _check_ends(root.data, recipe, overrides)
+    _check_ends(path, root.data, recipe, overrides)
     return space
 
 
@@ -101,6 +103,8 @@ def _distribution(key: str, value: Any) -> Any:
     kinds = {type(one) for name, one in value.items() if name != "log"}
     if not {"low", "high"} <= value.keys() or not kinds <= {int, float}:
         raise ValueError("give `low` and `high` a number each; `log` and `step` are optional")
+    if not isinstance(value.get("log", False), bool):
+        raise ValueError("give `log` true or false")
     setting = settings().get(key)
     if setting and not setting.takes("integer", "number"):
         raise ValueError(f"write choices: {key}: [VALUE, VALUE]")
@@ -112,7 +116,9 @@ def _distribution(key: str, value: Any) -> Any:
     return distributions.IntDistribution(**value)
 
 
-def _check_ends(stated: Mapping[str, Any], recipe: Path, overrides: Sequence[str]) -> None:
+def _check_ends(
+    path: Path, stated: Mapping[str, Any], recipe: Path, overrides: Sequence[str]
+) -> None:
     """Raise the recipe's own error if it takes neither all first values nor all last ones.
     Other points are judged when they are to be trained."""
     ends = [
@@ -123,8 +129,12 @@ def _check_ends(stated: Mapping[str, Any], recipe: Path, overrides: Sequence[str
         point = {key: values[end] for key, values in zip(stated, ends, strict=True)}
         try:
             load_recipe(recipe, [*overrides, *overrides_of(point)])
-        except RecipeError:
+        except RecipeError as error:
             if end == -1:
-                raise
+                problems = [
+                    replace(one, file=str(path)) if one.file == OVERRIDE_FILE else one
+                    for one in error.problems
+                ]
+                raise RecipeError(problems) from error
         else:
             return
