@@ -1,7 +1,7 @@
-"""Checkpoints of DeepSpeed, imported to the bit and continued in another layout.
+"""Checkpoints of DeepSpeed and of FSDP2, imported to the bit and continued in another layout.
 
 Nothing of DMT's engines takes part in what is saved: the batches are those of the recipe,
-everything else is transformers', torch's and DeepSpeed's.
+everything else is transformers', torch's, DeepSpeed's and Accelerate's.
 """
 
 import os
@@ -9,12 +9,14 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM
 
 from launch.examples.recipe_samples import RecipeSamples
@@ -186,17 +188,85 @@ def _save_truth(engine: Any, path: Path, rank: int) -> None:
         torch.save(truth, path)
 
 
+def save_fsdp(project: Path, out: Path) -> None:
+    """Save with torch, as torchtitan does, and as Accelerate does."""
+    from torch.distributed.fsdp import fully_shard
+
+    os.chdir(project)
+    ranks = join()
+    recipe = load_recipe(Path("recipe.yaml"))
+    samples, section = RecipeSamples(recipe), recipe.optimizer
+    model = new_model(recipe)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = adamw(list(model.parameters()), section, section.weight_decay)
+
+    def update(loss: Any) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        clip_grad_norm_(model.parameters(), section.clip_grad_norm)
+        optimizer.step()
+
+    train(model, samples, ranks, range(SAVED_AT), update)
+    _save_states(model, optimizer, out)
+    truth = {
+        name: {
+            quantity: value.full_tensor()
+            for quantity, value in {
+                "weight": weight.detach(),
+                **optimizer.state[weight],
+            }.items()
+            if quantity != "step"
+        }
+        for name, weight in model.named_parameters()
+    }
+    if ranks.rank == 0:
+        torch.save(truth, out / "truth.pt")
+    leave()
+
+
+def _save_states(model: Any, optimizer: Any, out: Path) -> None:
+    """As torch's get_state_dict returns them, flattened as torchtitan saves them, and as
+    Accelerate saves them for the Trainer."""
+    import torch.distributed.checkpoint as dcp
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optim": states}, checkpoint_id=out / "nested")
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    weights, states = get_state_dict(model, optimizer, options=flat)
+    train_state = {"train_state": {"step": torch.tensor(SAVED_AT)}}
+    dcp.save(weights | {"optimizer": states} | train_state, checkpoint_id=out / "flat")
+    folder = out / "checkpoint-2"
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_offload=False
+    )
+    PartialState(cpu=True)  # its log asks for the rank
+    process = SimpleNamespace(process_index=dist.get_rank(), num_processes=2)
+    save_fsdp_model(plugin, process, model, folder)
+    save_fsdp_optimizer(plugin, process, optimizer, model, folder)
+
+
 CASES = {"1": Saved(1), "2-bf16": Saved(2, "bf16", grouped=False), "3": Saved(3)}
 """By ZeRO's stage; made universal by DeepSpeed's own script."""
 UNIVERSAL = f"global_step{SAVED_AT}_universal"
+SOURCES = {
+    **{f"deepspeed/{name}/{UNIVERSAL}": case.overrides for name, case in CASES.items()},
+    **dict.fromkeys(("fsdp/nested", "fsdp/flat", "fsdp/checkpoint-2"), ()),
+}
+"""What the recipe changes, by folder."""
 TOLERANCE = 1e-5
 
 
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project with DeepSpeed's checkpoints."""
+    """A project with DeepSpeed's and torch's checkpoints."""
     folder = tmp_path_factory.mktemp("foreign")
     write_project(folder)
+    run_ranks(save_fsdp, 2, folder, folder / "fsdp")
     return Project(folder)
 
 
@@ -212,7 +282,7 @@ def imported(foreign: Project, dmt: Dmt, source: str, overrides: Sequence[str]) 
     source_path = foreign.folder / source
     command = ["checkpoint", "import", foreign.recipe, source_path, "--run-dir", run, *words]
     notes = [line for line in dmt(*command).err.splitlines() if line.startswith("note: ")]
-    assert len(notes) == 1, "about the data alone"
+    assert (len(notes) == 1) == source.startswith("deepspeed"), "about the data alone"
     (folder,) = (run / "checkpoints").glob("step-*")
     return folder
 
@@ -231,14 +301,14 @@ def whole(state: SavedState, quantity: str, tensor: str) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("of_deepspeed")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("source", SOURCES)
 def test_the_state_to_the_bit(
-    name: str, foreign: Project, dmt: Dmt, monkeypatch: pytest.MonkeyPatch
+    source: str, foreign: Project, dmt: Dmt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(foreign.folder)
-    source = f"deepspeed/{name}/{UNIVERSAL}"
-    state = state_of(imported(foreign, dmt, source, CASES[name].overrides))
-    truth = torch.load(Path("deepspeed", f"{name}.truth.pt"))
+    state = state_of(imported(foreign, dmt, source, SOURCES[source]))
+    tool, name, *_ = source.split("/")
+    truth = torch.load(Path(tool, f"{name}.truth.pt" if tool == "deepspeed" else "truth.pt"))
     assert state.shapes.keys() == truth.keys()
     for tensor, quantities in truth.items():
         assert {*state.quantities(tensor)} == {*quantities}

@@ -217,8 +217,8 @@ def import_(
     """Write what another tool saved as a checkpoint of the recipe's run, which `dmt launch`
     continues: fp32 weights, AdamW's moments, step, place in the schedule and data.
 
-    SOURCE is a universal checkpoint of DeepSpeed. Of Megatron-LM's torch_dist the weights alone
-    are read (`--to`). No code of the files runs.
+    SOURCE is a universal checkpoint of DeepSpeed or one of torch.distributed.checkpoint; of
+    Megatron-LM's torch_dist the weights alone are read (`--to`). No code of the files runs.
 
     Example: `dmt checkpoint import RECIPE output/global_step500_universal`
     """

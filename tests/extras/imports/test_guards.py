@@ -5,6 +5,7 @@ import io
 import pickle
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from tests.checkpoint.payloads import Canary, check_refused, pickled, zipped
 from tests.dmt import Dmt
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.pickles import StandIn, load_pickle
-from toolkit.extras.imports.torch_dist import METADATA, stored_tensors
+from toolkit.extras.imports.torch_dist import METADATA, Reader
+
+DATA_FILE = "__0_0.distcp"
+
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -30,14 +34,19 @@ def saved(tmp_path: Path) -> Path:
 
 
 def read(folder: Path) -> Any:
-    return [*stored_tensors(folder)["x"].size]
+    return Reader(folder).read("x")
 
 
 @pytest.mark.parametrize("form", [pickled, zipped])
-def test_an_index(form: Callable[[Canary], bytes], saved: Path, tmp_path: Path) -> None:
-    assert read(saved) == [6]
+def test_files_of_dcp(form: Callable[[Canary], bytes], saved: Path, tmp_path: Path) -> None:
+    assert read(saved).tolist() == [*range(6)]
     content = form(Canary(tmp_path / "canary"))
+    index = pickle.loads((saved / METADATA).read_bytes())
     check_refused(saved / METADATA, lambda: read(saved), content)
+    for key, place in index.storage_data.items():
+        index.storage_data[key] = replace(place, offset=0, length=len(content))
+    (saved / METADATA).write_bytes(pickle.dumps(index))
+    check_refused(saved / DATA_FILE, lambda: read(saved), content)
     assert not (tmp_path / "canary").exists()
 
 
@@ -69,7 +78,7 @@ def test_members_of_enums_by_getattr(saved: Path) -> None:
     pickler.dump(metadata)
     assert b"getattr" in written.getvalue()
     (saved / METADATA).write_bytes(written.getvalue())
-    assert read(saved) == [6]
+    assert read(saved).tolist() == [*range(6)]
 
     class Sly:
         def __reduce__(self) -> Any:

@@ -11,13 +11,7 @@ from tests.dmt import Dmt
 from tests.models.small import filled
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports import deepspeed
-from toolkit.extras.imports.state import (
-    RecipeModel,
-    check_adamw,
-    differences,
-    recipe_model,
-    shards_of,
-)
+from toolkit.extras.imports.state import RecipeModel, differences, recipe_model, shards_of
 from toolkit.intake.load import load_recipe
 
 STATES = "mp_rank_00_model_states.pt"
@@ -73,24 +67,6 @@ def test_odd_counters_and_optimizers(
     shards_of(deepspeed.read(folder, model), model)
     with pytest.raises(CheckpointError, match=message):
         deepspeed.read(universal(folder, changes), model)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "message"),
-    [
-        ("RAdam", {}, "has the settings of RAdam"),
-        ("AdamW", {"maximize": True}, "is used with maximize"),
-        ("AdamW", {"amsgrad": True}, "is used with amsgrad"),
-        ("Adam", {"weight_decay": 0.1}, "is Adam, whose weight decay is an L2 term"),
-    ],
-)
-def test_another_optimizer_by_its_groups(
-    kind: str, options: dict[str, Any], message: str
-) -> None:
-    parameters = [torch.nn.Parameter(torch.ones(1))]
-    check_adamw(torch.optim.AdamW(parameters).param_groups)
-    with pytest.raises(CheckpointError, match=message):
-        check_adamw(getattr(torch.optim, kind)(parameters, **options).param_groups)
 
 
 def test_states_that_adamw_does_not_keep(model: RecipeModel, tmp_path: Path) -> None:

@@ -6,7 +6,9 @@ Of Megatron-LM's checkpoints only the weights are read. They become a Hugging Fa
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from toolkit.checkpoint.manifest import FileRecord, Manifest
 from toolkit.checkpoint.saver import entries_of, write_companions, write_state
@@ -15,7 +17,7 @@ from toolkit.checkpoint.store import CheckpointStore, folder_name
 from toolkit.cli.progress import progress
 from toolkit.data.build import build_data
 from toolkit.errors import CheckpointError, DataError, DmtError
-from toolkit.extras.imports import deepspeed, megatron
+from toolkit.extras.imports import dcp, deepspeed, megatron
 from toolkit.extras.imports.state import (
     ForeignState,
     RecipeModel,
@@ -38,6 +40,9 @@ from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
 from toolkit.train.companions import companion_files, take_ends
 
+FORMATS = (deepspeed, dcp)
+"""Modules with a TITLE, the FILES by which they are recognised, `matches` and `read`."""
+
 
 def import_checkpoint(
     path: Path,
@@ -53,24 +58,27 @@ def import_checkpoint(
     if megatron.matches(source) or to is not None:
         _import_weights(source, recipe, to)
         return
-    _check_source(source)
+    form = _format_of(source)
     assignment = decide(recipe, run_dir, where)
     run = RunDirectory(assignment.run_dir)
     _check_target(run, assignment.recipe)
     check_local_files(recipe, path, overrides)
     model = recipe_model(assignment.recipe)
-    state, differing = _read(source, model)
+    state = _read(form, source, model)
     shards = shards_of(state, model)
+    consumed = state.consumed_samples
+    if consumed is None:
+        consumed = recipe.training.batches.samples(state.step)
     nbytes = sum(entry.nbytes for entry in entries_of(shards))
     with progress("import", nbytes, in_bytes=True) as tick:
-        manifest = _write(state, shards, model, assignment, tick)
+        manifest = _write(state, shards, model, assignment, consumed, tick)
     # It names the commit of the data, which a launch would look up anew.
     write(assignment, ["dmt", *sys.argv[1:]])
     folder = run.checkpoints / folder_name(state.step)
-    for note in (*_notes(state, recipe), *differing):
+    for note in _notes(state, recipe, consumed):
         tell(f"note: {note}")
     size = byte_size(manifest.nbytes)
-    tell(f"wrote {folder}: step {state.step:,} of {deepspeed.TITLE}, {size}", sys.stdout)
+    tell(f"wrote {folder}: step {state.step:,} of {form.TITLE}, {size}", sys.stdout)
     words = ["dmt", "launch", str(path), *(w for one in overrides for w in ("--set", one))]
     words += [] if cluster is None else ["--cluster", cluster]
     words += [] if run_dir is None else ["--run-dir", str(run_dir)]
@@ -94,31 +102,33 @@ def _import_weights(source: Path, recipe: Recipe, to: Path | None) -> None:
     tell(f"wrote {to}", sys.stdout)
 
 
-def _check_source(source: Path) -> None:
-    """Raise CheckpointError for a folder that DeepSpeed did not write."""
+def _format_of(source: Path) -> Any:
+    """The format of a folder. Raises CheckpointError if no known tool wrote it."""
     if not source.is_dir():
         raise CheckpointError(f"{source} is not a folder", fix="name a checkpoint's folder")
-    if not deepspeed.matches(source):
-        known = "; ".join(f"{form.TITLE}: {form.FILES}" for form in (deepspeed, megatron))
-        raise CheckpointError(
-            f"{source} is not a checkpoint of a supported tool",
-            fix=f"name the folder of one save; supported are {known}",
-        )
+    for form in FORMATS:
+        if form.matches(source):
+            return form
+    known = "; ".join(f"{form.TITLE}: {form.FILES}" for form in (*FORMATS, megatron))
+    raise CheckpointError(
+        f"{source} is not a checkpoint of a supported tool",
+        fix=f"name the folder of one save; supported are {known}",
+    )
 
 
-def _read(source: Path, model: RecipeModel) -> tuple[ForeignState, list[str]]:
-    """Read DeepSpeed's state, and how its optimizer's settings differ from the recipe's. Any
-    error that a malformed file causes becomes one CheckpointError."""
+def _read(form: Any, source: Path, model: RecipeModel) -> ForeignState:
+    """Read the state. Any error that a malformed file causes becomes one CheckpointError."""
     try:
-        state = deepspeed.read(source, model)
+        state: ForeignState = form.read(source, model)
         check_adamw(state.groups)
-        return state, [*differences(state.groups, model.recipe)]
+        notes = (*differences(state.groups, model.recipe), *state.notes)
+        return replace(state, notes=notes)
     except DmtError:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise CheckpointError(
-            f"{source} does not hold what {deepspeed.TITLE} writes ({why[:200]})",
+            f"{source} does not hold what {form.TITLE} writes ({why[:200]})",
             fix="it is damaged, or of a version that is not supported",
         ) from error
 
@@ -138,6 +148,7 @@ def _write(
     shards: Sequence[StateShard],
     model: RecipeModel,
     assignment: Assignment,
+    samples: int,
     tick: Callable[[int], None],
 ) -> Manifest:
     """Write the state as the first checkpoint of the run.
@@ -152,11 +163,11 @@ def _write(
     take_ends(model.config, recipe, data)
     manifest = Manifest(
         step=state.step,
-        consumed_samples=state.consumed_samples,
+        consumed_samples=samples,
         optimizer_steps=state.optimizer_steps,
         loss_scale=None,
         recent_losses=(),
-        data_fingerprint=data.fingerprint_at(state.consumed_samples),
+        data_fingerprint=data.fingerprint_at(samples),
         engine=plan.engine,
         model=plan.model,
         layout=plan.layout,
@@ -180,8 +191,9 @@ def _write(
     return manifest
 
 
-def _notes(state: ForeignState, recipe: Recipe) -> Iterator[str]:
-    consumed = state.consumed_samples
+def _notes(state: ForeignState, recipe: Recipe, consumed: int) -> Iterator[str]:
+    if state.consumed_samples is None:
+        yield "it does not state its samples: they are those of as many steps of the recipe"
     yield (
         f"data: continues after sample {consumed:,} of the recipe's data; which of them the "
         "other tool has seen is not in its checkpoint"
@@ -192,3 +204,4 @@ def _notes(state: ForeignState, recipe: Recipe) -> Iterator[str]:
     planned = total and total * recipe.training.global_batch_size
     if planned is not None and consumed > planned:
         yield f"{consumed:,} samples are more than the {planned:,} of the recipe's whole run"
+    yield from state.notes

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from toolkit.errors import CheckpointError, DataError, DmtError
-from toolkit.extras.imports.torch_dist import FORMAT_FILE, METADATA, stored_tensors
+from toolkit.extras.imports.torch_dist import FORMAT_FILE, METADATA, Reader
 from toolkit.models import huggingface as hf
 from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
 from toolkit.models.families.tensors import Block
@@ -68,7 +68,7 @@ def read_megatron(folder: Path, config: PretrainedConfig, dst: Path) -> list[str
         )
     nbytes = sum(file.stat().st_size for file in folder.glob("*.distcp"))
     check_destination(folder, dst, nbytes)
-    stored = stored_tensors(folder)
+    stored = Reader(folder).tensors
     if EMBEDDING not in stored:
         raise CheckpointError(f"{folder} has no {EMBEDDING}: it holds no GPTModel")
     dtype = stored[EMBEDDING].properties.dtype
@@ -177,7 +177,7 @@ def write(source: Path, dst: Path) -> None:
 def read(folder: Path, dst: Path, dtype: torch.dtype) -> None:
     """Load a checkpoint into megatron-core's model, and write it as safetensors next to the
     config in `dst`."""
-    sizes = {key: one.size for key, one in stored_tensors(folder).items()}
+    sizes = {key: one.size for key, one in Reader(folder).tensors.items()}
     config = hf.read_config(dst)
     model = megatron_model(config.to_dict())
     chunk = _build(model, "fp32")

@@ -1,6 +1,6 @@
 """The training state in a checkpoint of another tool, and how it fits a recipe.
 
-`deepspeed.py` reads its files without running code from them (`pickles.py`) and yields whole
+A format reads its files without running code from them (`pickles.py`) and yields whole
 parameters under transformers' names. `command.py` makes a checkpoint of a run from them.
 """
 
@@ -23,6 +23,8 @@ from toolkit.run.changes import shown
 Shapes = Mapping[str, tuple[int, ...]]
 SAMPLES = 10**15
 """More than any run can have consumed."""
+FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay", "bias_correction")
+"""Settings of a group by which other optimizers differ from AdamW."""
 _COMPARED = ("betas", "eps", "weight_decay")
 
 
@@ -60,8 +62,10 @@ class ForeignState:
     """By name and quantity: the weight, and the moments of a parameter that trains."""
     groups: Sequence[Mapping[str, Any]]
     """The groups of its optimizer, with their settings under torch's names."""
-    consumed_samples: int
-    """Sequences consumed."""
+    consumed_samples: int | None = None
+    """Sequences consumed. None where the checkpoint does not state them."""
+    notes: tuple[str, ...] = ()
+    """What could not be carried over, a sentence each."""
 
 
 class ParameterShard(StateShard):
@@ -100,6 +104,7 @@ def recipe_model(recipe: Recipe) -> RecipeModel:
 def shards_of(state: ForeignState, model: RecipeModel) -> list[ParameterShard]:
     """The shards to write. Raises CheckpointError unless the state has every parameter of the
     recipe's model. Trained parameters also need AdamW's states."""
+    check_adamw(state.groups)
     if problems := list(_problems(state, model)):
         more = f" ({len(problems) - 1} more)" if len(problems) > 1 else ""
         raise CheckpointError(

@@ -1,6 +1,7 @@
-"""Reads the index of `torch.distributed.checkpoint` folders: their `.metadata` file.
+"""Reads `torch.distributed.checkpoint` folders.
 
-torch's own reader, which megatron-core calls, would unpickle any object in it.
+A checkpoint is a folder of data files and a `.metadata` file. That file has the byte offset of
+every rectangle of every global tensor. torch's own reader would unpickle any object in it.
 """
 
 import io
@@ -10,10 +11,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from toolkit.extras.imports.pickles import refused
-from toolkit.system.untrusted import read_bytes
+from toolkit.errors import CheckpointError
+from toolkit.extras.imports.pickles import refused, unpickled
+from toolkit.system.untrusted import read_bytes, regular_inside
 
 METADATA = ".metadata"
 FORMAT_FILE = "metadata.json"
@@ -21,17 +24,55 @@ FORMAT_FILE = "metadata.json"
 LARGEST_INDEX_BYTES = 1 << 30
 
 
-def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Shape and type of every tensor in a checkpoint, by its key. Raises CheckpointError for a
-    damaged or malicious index."""
-    path = folder / METADATA
-    with refused(path):
-        index = _IndexUnpickler(io.BytesIO(read_bytes(path, LARGEST_INDEX_BYTES))).load()
-        if not isinstance(index, Metadata):
-            raise TypeError("it is not the index of a checkpoint")
-    entries = index.state_dict_metadata.items()
-    return {key: one for key, one in entries if isinstance(one, TensorStorageMetadata)}
+class Reader:
+    """Reads tensors from a checkpoint that any layout saved.
 
+    Raises CheckpointError for a folder that is not such a checkpoint, or is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = _load_index(folder)
+        self.tensors = {
+            key: entry
+            for key, entry in index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        self._places = {
+            (where.fqn, tuple(where.offset or ())): place
+            for where, place in index.storage_data.items()
+        }
+        self.objects = {key for key, offset in self._places if not offset} - self.tensors.keys()
+        """Keys of entries that are no tensors, see `read_object`."""
+
+    def read(self, key: str) -> Tensor:
+        """A whole tensor."""
+        entry = self.tensors[key]
+        result, filled = torch.empty(entry.size, dtype=entry.properties.dtype), 0
+        for chunk in entry.chunks:
+            part = self.read_object(key, tuple(chunk.offsets))
+            ends = zip(chunk.offsets, chunk.sizes, strict=True)
+            place = result[tuple(slice(start, start + size) for start, size in ends)]
+            wanted = place.shape, place.dtype
+            if not isinstance(part, Tensor) or (part.shape, part.dtype) != wanted:
+                raise CheckpointError(f"{self.folder}: {key} is not what the index says")
+            place.copy_(part)
+            filled += part.numel()
+        if filled != result.numel():
+            raise CheckpointError(f"{self.folder}: parts of {key} are missing")
+        return result
+
+    def read_object(self, key: str, offset: tuple[int, ...] = ()) -> Any:
+        """Unpickle an object, or the part of a tensor at `offset`, that torch.save wrote."""
+        with refused(f"{self.folder}: {key}"):
+            place = self._places[key, offset]
+            path = regular_inside(self.folder, Path(place.relative_path).name)
+            with path.open("rb") as file:
+                file.seek(place.offset)
+                return unpickled(io.BytesIO(file.read(min(place.length, path.stat().st_size))))
+
+
+# --- the index --------------------------------------------------------------------------
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -69,3 +110,12 @@ def _member(enumeration: Any, name: str) -> Enum:
     if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
         raise pickle.UnpicklingError("it names getattr, which no index needs but for an Enum")
     return enumeration[name]
+
+
+def _load_index(folder: Path) -> Metadata:
+    path = folder / METADATA
+    with refused(path):
+        index = _IndexUnpickler(io.BytesIO(read_bytes(path, LARGEST_INDEX_BYTES))).load()
+        if not isinstance(index, Metadata):
+            raise TypeError("it is not the index of a checkpoint")
+        return index
