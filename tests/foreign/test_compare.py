@@ -11,8 +11,10 @@ from tests.foreign.conftest import FILES, TINY, Planned
 from tests.processes import ROOT
 from toolkit.backend import BACKENDS
 from toolkit.engines.deepspeed.keys import OWNED
+from toolkit.errors import PlanError
 from toolkit.foreign.accelerate_file import render
 from toolkit.foreign.compare import against
+from toolkit.foreign.megatron_flags import layout_flags
 
 OTHERWISE = {
     "train_batch_size": 999,
@@ -70,6 +72,20 @@ def test_a_rendered_accelerate_file_agrees(recipe: str, engine: str, tmp_path: P
     file.write_text(render(planned.recipe, planned.plan))
     report = planned.against(file)
     assert report.agrees and len(report.settings) >= 3, report
+
+
+def test_the_layout_of_a_plan_as_megatron_lms_flags(tmp_path: Path) -> None:
+    planned = Planned.of(ROOT / "recipes/llama/llama-3.1-405b-pretrain.yaml")
+    file = tmp_path / "args.txt"
+    file.write_text(layout_flags(planned.recipe, planned.plan))
+    report = planned.against(file)
+    keys = {row.key for row in report.settings}
+    assert {"parallel.tensor", "parallel.pipeline", "parallel.sequence", "parallel.zero.stage",
+            "training.global_batch_size", "training.precision"} <= keys  # fmt: skip
+    assert report.agrees and not [one for one in report.left if one.changes], report
+    with pytest.raises(PlanError, match="engine deepspeed"):
+        tiny = Planned.of(TINY)
+        layout_flags(tiny.recipe, tiny.plan)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,11 @@
 """`dmt plan`: a recipe's layout, its speed and the reasons. Starts nothing."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.text import Text
@@ -23,6 +24,7 @@ from toolkit.plan.ledger import LedgerEntry, named
 from toolkit.plan.planned import Planned, plan_recipe
 from toolkit.plan.reasons import compared_engines, why
 from toolkit.run.announce import ledger_of
+from toolkit.text.terminal import tell
 from toolkit.text.units import GIB, MIB_PER_GIB, human, seconds, size
 
 _ROOM: dict[Room, str] = {"fits": "green", "tight": "yellow", "does not fit": "red"}
@@ -41,6 +43,11 @@ Clusters = Annotated[
     ),
 ]
 
+LayoutFlags = Annotated[
+    Literal["megatron-lm"] | None,
+    typer.Option(help="Print only the layout, as flags of this tool's own scripts."),
+]
+
 
 def plan(
     recipes: Annotated[
@@ -52,6 +59,7 @@ def plan(
         bool,
         typer.Option("--explain", help="Show every reason, what if, and each formula."),
     ] = False,
+    flags: LayoutFlags = None,
     as_json: AsJson = False,
 ) -> None:
     """Choose a layout for a recipe, and predict memory and speed. Starts nothing.
@@ -61,6 +69,9 @@ def plan(
     Example: `dmt plan llama-3.1-8b-pretrain --cluster 4x8xh100-80gb`
     """
     places: list[Cluster | None] = [find_cluster(text) for text in clusters]
+    if flags is not None:
+        _print_flags(recipes, overrides, places)
+        return
     planned = [
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
@@ -73,6 +84,17 @@ def plan(
     output(as_json, data, _lines(one, explain))
     if not one.search.fits:
         raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _print_flags(
+    recipes: Sequence[Path], overrides: Sequence[str], places: Sequence[Cluster | None]
+) -> None:
+    from toolkit.foreign.megatron_flags import layout_flags
+
+    if len(recipes) > 1 or len(places) > 1:
+        raise PlanError("--flags: one recipe on one cluster", fix="plan them one by one")
+    planned = _planned(recipes[0], overrides, places[0] if places else None)
+    tell(layout_flags(planned.recipe, planned.plan), sys.stdout)
 
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
