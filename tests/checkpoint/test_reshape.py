@@ -131,6 +131,16 @@ FEATURES: dict[str, list[Case]] = {
         ],
         adapter=ADAPTER,
     ),
+    # Columns of B lie apart: ranks have two experts, a half of each, or rows of all.
+    "adapters of experts": each(
+        [
+            Case("fsdp", 2, stage=3),
+            megatron(expert=2),
+            megatron(tensor=2, sequence=True),
+        ],
+        family=MIXTRAL,
+        adapter=ADAPTER | {"targets": ["attention", "experts"], "rank": 8},
+    ),
     # Without them, a run would continue with biases of 0.
     "biases": each([Case("deepspeed", 4, 3), megatron(expert=2)], family=GLM, balance=BIAS),
     **{

@@ -145,7 +145,7 @@ FEATURES: dict[str, dict[str, Settings]] = {
         "none": {},
         "all": _lora(targets="all-linear") | {"optimizer": {"groups": [GROUP_OF_B]}},
         "some": _lora(targets=["v_proj", "up_proj"]),
-        "attention": _lora(targets="attention"),
+        "experts": _lora(targets="experts", rank=8),
     },
     "frozen": {
         "none": {},

@@ -109,7 +109,7 @@ def test_frozen_weights_in_16_bits() -> None:
         "megatron-pp2": adapter,
     }  # fmt: skip
     cases = [Case(layout, (("model", "untied"), one), "bf16") for layout, one in some.items()]
-    experts = ("model", "mixtral"), ("adapter", "attention")
+    experts = ("model", "mixtral"), ("adapter", "experts")
     check([*cases, Case("megatron-ep2-distopt", experts, "bf16")])
 
 

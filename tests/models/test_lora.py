@@ -1,12 +1,13 @@
 """Which projections have an adapter, its tensors and their first values, what a plan counts."""
 
-from itertools import chain
+from itertools import chain, product
 from math import sqrt
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as RENAMED
 
 from tests.models.small import FAMILIES, section, tiny
 from tests.plan.making import TINY, intent, recipe
@@ -14,17 +15,23 @@ from toolkit.errors import RecipeError
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.adapters.huggingface import inject, peft_config
-from toolkit.models.adapters.lora import Lora, spec_of
+from toolkit.models.adapters.lora import _KEPT_NAMES, Lora, spec_of
 from toolkit.models.adapters.weights import AdaptedWeights, LoraWeights, fingerprint
 from toolkit.models.families import mapped
 from toolkit.models.families.tensors import Block, blocks
 from toolkit.plan.cost.memory import stage_memory
+from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import AdapterSection, Recipe
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")
 DENSE = [name for name in FAMILIES if not any("experts" in key for key in tiny(name))]
+
+REFUSED = {
+    *product(["mlp"], ["deepseek_v3", "glm4_moe", "llama4_text"]), ("experts", "llama4_text"),
+}  # fmt: skip
+"""What PEFT cannot adapt."""
 
 WITHOUT_FILE = {"stablelm": {"num_key_value_heads": 4}, "opt": {"word_embed_proj_dim": 32}}
 
@@ -59,9 +66,9 @@ def test_all_linear_is_what_peft_calls_so(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("targets", ["attention", "mlp"])
+@pytest.mark.parametrize("targets", ["attention", "mlp", "experts"])
 def test_injected_parameters_have_the_names_of_checkpoints(family: str, targets: str) -> None:
-    if targets == "mlp" and family not in DENSE:
+    if (targets, family) in REFUSED or (targets == "experts" and family in DENSE):
         return
     model, adapters = meta(family), lora(config_of(family), targets=targets)
     before = {name: tuple(p.shape) for name, p in hf.named_parameters(model)}
@@ -82,13 +89,14 @@ def test_peft_reads_short_names_where_they_suffice() -> None:
     assert "transformer.h.0.attn.c_proj" in gpt2.short_targets
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ("v_proj", "gate_proj")])
+@pytest.mark.parametrize("targets", ["all-linear", ("v_proj", "gate_proj"), "experts"])
 @pytest.mark.parametrize("degree", [1, 2])
 def test_every_element_is_in_one_shard(targets: Any, degree: int) -> None:
     """The maps of megatron-core's tensors give each element of each adapter to one rank, or
     all of it to all, and the rows of B are those of the base's weight."""
-    adapters = lora(TINY, targets=targets)
-    model = adapters.adapted(mapped(TINY))
+    config = config_of("gpt_oss") if targets == "experts" else TINY
+    adapters = lora(config, targets=targets)
+    model = adapters.adapted(mapped(config))
     seen: dict[str, int] = dict.fromkeys(adapters.shapes, 0)
     for instance in model.instances():
         if ".lora." not in instance.tensor.name:
@@ -99,7 +107,7 @@ def test_every_element_is_in_one_shard(targets: Any, degree: int) -> None:
         for block in chain.from_iterable(shards):
             seen[block.tensor] += len(block.row_numbers) * len(block.column_numbers)
     assert seen == {name: shape[0] * shape[1] for name, shape in adapters.shapes.items()}
-    for tensor in adapters.tensors:
+    for tensor in adapters.tensors if targets != "experts" else ():
         part_of_rows = adapters.part_of_rows(tensor, 0, degree if tensor.split == "rows" else 1)
         (up,) = (t for t in model.tensors if t.name == f"{tensor.name[:-6]}lora.up")
         rows = up.rows // (degree if up.split == "rows" else 1)
@@ -152,16 +160,30 @@ def test_a_fingerprint_tells_bases_apart() -> None:
     [
         ("llama", ["q_proj", "qkv"], "found qkv, which is no projection of this model"),
         ("gpt2", ["q_proj"], "some of c_attn, c_fc, c_proj"),
-        ("mixtral", ["attention", "experts"], "found experts, which is no projection"),
-        ("qwen3_moe", ["up_proj"], "whose experts and MLPs have no adapters"),
-        ("glm4_moe", "all-linear", "write attention"),
-        ("llama4_text", "mlp", "allowed: attention, or some of k_proj"),
+        ("llama", ["attention", "experts"], "found experts, which is no projection"),
+        ("llama4_text", ["experts"], "found experts, which is no projection"),
+        ("qwen3_moe", ["up_proj"], "did you mean `?gate_up_proj"),
+        ("glm4_moe", "all-linear", r"set adapter.targets to \[attention, experts\]"),
         ("llama", ["lm_head"], "found lm_head"),
     ],
 )
 def test_refused_targets(family: str, targets: Any, told: str) -> None:
     with pytest.raises(RecipeError, match=told):
         lora(config_of(family), targets=targets)
+
+
+def test_experts_have_no_dropout_and_are_several() -> None:
+    with pytest.raises(RecipeError, match=r"adapter\.dropout: found 0.1 with"):
+        lora(config_of("mixtral"), targets="experts", dropout=0.1)
+    alone = config_of("mixtral") | {"num_local_experts": 1, "num_experts_per_tok": 1}
+    with pytest.raises(RecipeError, match="of which each layer of this model has one"):
+        lora(alone, targets="experts")
+
+
+def test_mixtures_whose_names_peft_keeps() -> None:
+    mixtures = {name for name in FAMILIES if name not in DENSE}
+    renamed = {name for name, of in RENAMED.items() if of == "qwen2_moe"}
+    assert mixtures - renamed - {"mixtral"} == {*_KEPT_NAMES}
 
 
 # What a plan counts
@@ -201,6 +223,22 @@ def test_tensor_parallel_splits_one_factor() -> None:
     whole = rank * (3 * hidden + hidden + 2 * hidden + hidden)  # A of q, k, v; B of o; …
     split = rank * (3 * hidden + hidden + 2 * inner + inner)
     assert (own.split, own.whole) == (layers * split, layers * whole)
+
+
+def test_the_plan_counts_adapters_of_experts() -> None:
+    """Each tensor rank has a part of B of gate and up and of A of down; an expert rank has all
+    of its own experts'."""
+    adapters = lora(config_of("mixtral"), targets="experts")
+    layers = len(adapters.projections) // 2
+    own, (first, *_, second) = adapters.parameters, adapters.projections
+    each = adapters.section.rank * first.experts * layers
+    assert own.experts_split == each * (first.outputs + second.inputs)
+    assert own.experts_whole == each * (first.inputs + second.outputs)
+    assert own.experts == sum(a * b for a, b in adapters.shapes.values())
+    spec = spec_of(config_of("mixtral"), (), adapters.section)
+    shares = [stage_share(spec, *degrees, 1, 1, 0).trained for degrees in ((2, 1), (1, 2))]
+    assert shares[0].experts == own.experts_split / 2 + own.experts_whole
+    assert shares[1].experts == own.experts / 2
 
 
 def test_more_ranks_than_groups_need_all_of_qkv() -> None:

@@ -45,7 +45,7 @@ def write_peft(
     """Write `adapter_model.safetensors`, in fp32, and `adapter_config.json`, and check them."""
     entries = [
         TensorToWrite(
-            f"{PEFT_PREFIX}{name}",
+            f"{PEFT_PREFIX}{lora.peft_names[name]}",
             torch.float32,
             shape,
             partial(state.in_pieces, "weight", name),
@@ -71,7 +71,8 @@ def _difference(folder: Path, lora: Lora, config: PretrainedConfig) -> str:
         model = peft.get_peft_model(hf.meta_model(config), stated)
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    written = {f"{PEFT_PREFIX}{name}": shape for name, shape in lora.shapes.items()}
+    names = {name: f"{PEFT_PREFIX}{theirs}" for name, theirs in lora.peft_names.items()}
+    written = {names[name]: shape for name, shape in lora.shapes.items()}
     if differing := sorted(shapes.items() ^ written.items()):
         name = differing[0][0]
         return f"PEFT expects {name} {shapes.get(name)}, the file has {written.get(name)}"
@@ -107,14 +108,11 @@ class MergedWeights:
     def _factors(self, quantity: str, tensor: str) -> tuple[Tensor | None, Tensor]:
         """Two matrices whose product is added to a stored weight: B and A, or for a transposed
         weight, the transposed A and B. None without an adapter."""
-        projection = self.lora.projection(tensor)
-        if projection is None:
+        found = self.lora.factors(tensor)
+        if found is None:
             return None, torch.empty(0)
-        names = (f"{projection.name}.lora_{factor}.weight" for factor in "AB")
-        down, up = (
-            self.state.read(quantity, whole_block(name, self.lora.shapes[name]))
-            for name in names
-        )
+        projection, *blocks = found
+        down, up = (self.state.read(quantity, block) for block in blocks)
         return (up.T, down.T) if projection.transposed else (down, up)
 
 

@@ -230,8 +230,17 @@ between an adapter's two tensors and its name."""
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Every parameter by its name in weights and checkpoints, with and without PEFT's layers:
-    `….q_proj.weight` and, of its adapter, `….q_proj.lora_A.weight`."""
+    `….q_proj.weight` and, of its adapter, `….q_proj.lora_A.weight`. Where PEFT has wrapped a
+    parameter of a module, its adapter is named after the parameter, not after the wrapper."""
+    of_wrapper = {
+        name: f"{name}.{module.parameter_name}"
+        for name, module in model.named_modules()
+        if hasattr(module, "parameter_name")
+    }
     for name, parameter in model.named_parameters():
+        wrapper, dot, factor = name.partition(".lora_")
+        if dot and wrapper in of_wrapper:
+            name = f"{of_wrapper[wrapper]}{dot}{factor}"
         shape = getattr(parameter, "ds_shape", parameter.shape)
         yield weight_name(model, _OF_PEFT.sub("", name), shape), parameter
 

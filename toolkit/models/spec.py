@@ -78,9 +78,17 @@ class AdapterParameters:
     """Parameters of the adapters of all layers."""
 
     split: int
-    """Parameters that tensor parallel splits."""
+    """Parameters outside of experts that tensor parallel splits."""
     whole: int
     """Parameters that every tensor-parallel rank holds."""
+    experts_split: int = 0
+    """Parameters of experts that tensor parallel splits where it splits experts."""
+    experts_whole: int = 0
+
+    @property
+    def experts(self) -> int:
+        """All of experts."""
+        return self.experts_split + self.experts_whole
 
 
 @dataclass(frozen=True)
@@ -175,7 +183,7 @@ class ModelSpec:
     @property
     def _adapter_parameters(self) -> int:
         own = self.adapters
-        return 0 if own is None else own.split + own.whole
+        return 0 if own is None else own.split + own.whole + own.experts
 
     @property
     def trainable(self) -> int:

@@ -172,8 +172,7 @@ def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
         shorter.append((f"sequences of {2 * length:,}", {"training.sequence_length": length}))
     yield shorter
     if job.has_weights and job.adapter is None and job.kernels.fp8 is None:
-        targets = "attention" if job.spec.moe_layers else "all-linear"
-        yield [("training all weights: LoRA", {"adapter": {**ADAPTER, "targets": targets}})]
+        yield [("training all weights: LoRA", {"adapter": ADAPTER})]
 
 
 def _first(

@@ -98,7 +98,7 @@ KubernetesName: TypeAlias = Annotated[
     Wording("lowercase letters, digits, `-` and `.`, as in Kubernetes names"),
 ]
 AdapterTargets: TypeAlias = (
-    Literal["all-linear", "attention", "mlp"]
+    Literal["all-linear", "attention", "mlp", "experts"]
     | Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
 )
 ColumnName: TypeAlias = Literal[
@@ -483,7 +483,7 @@ class AdapterSection(Section):
     """scaling = alpha / rank. For rsLoRA's scaling, multiply its alpha by √rank."""
     targets: AdapterTargets = "all-linear"
     """Projections with an adapter; or a list of these words and of names, e.g.
-    `[attention, up_proj]`. In a mixture of experts: attention or its projections."""
+    `[attention, experts]` or `[q_proj, v_proj]`."""
     dropout: Fraction = 0.0
     """Probability with which an input of an adapter is 0 in training."""
 

@@ -161,7 +161,7 @@ def _usual_recipe(
     else:
         data["data"]["chat_template"] = template
     if "adapter" in base:
-        if spec.parameters.experts:
+        if spec.parameters.experts:  # those of experts take the memory of whole weights
             data["adapter"] = {**base["adapter"], "targets": "attention"}
         if (data["model"].get("balance") or {}).get("kind") == "bias":
             del data["model"]["balance"]  # PEFT's folder has no such bias

@@ -260,7 +260,10 @@ def _build_transformers(setup: EngineSetup) -> PreTrainedModel:
 
 
 def _routes(name: str, part: nn.Module) -> bool:
-    """Whether this module calls only some of its experts, or holds their stacked weights."""
+    """Whether this module calls only some of its experts, or holds their stacked weights, or is
+    PEFT's wrapper of one that does, which adds to the weights before the module runs."""
+    if hasattr(part, "parameter_name"):
+        return True
     stacked = any(len(p.ds_shape) == 3 for p in part.parameters(recurse=False))  # type: ignore[attr-defined]
     listed = isinstance(getattr(part, "experts", None), nn.ModuleList)
     return listed or (stacked and "expert" in name)

@@ -36,5 +36,6 @@ def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":
         lora_alpha=int(section.alpha) if section.alpha.is_integer() else section.alpha,
         lora_dropout=section.dropout,
         target_modules=list(lora.short_targets),
+        target_parameters=list(lora.parameter_targets) or None,
         fan_in_fan_out=lora.transposed,
     )

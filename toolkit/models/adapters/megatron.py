@@ -10,6 +10,11 @@ Without sequence parallel, the gradient of a replicated factor is complete on ev
 gradient of A·x is summed in the backward pass, and a replicated B gets the same A·x on each
 rank. With sequence parallel a rank has only its positions' part of the gradient, and the
 attribute `sequence_parallel` marks the factor for summation, as for a norm.
+
+Experts get the tokens of all tensor ranks, and the sum over the ranks follows later, so their
+branches communicate nothing. Where tensor parallel splits an expert, each rank has a part of
+the gradient of a whole factor, and the same attribute marks it. Where an expert is whole on its
+rank, no other tensor rank has its factors.
 """
 
 import re
@@ -17,6 +22,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -28,8 +34,9 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch import Tensor, nn
 from torch.nn import functional
 
-from toolkit.models.adapters.lora import BRANCH, Lora
+from toolkit.models.adapters.lora import BRANCH, Lora, is_of_expert
 from toolkit.models.families.tensors import TensorMap
+from toolkit.models.megatron.experts import GroupedExperts
 from toolkit.models.megatron.model import GPTChunk
 from toolkit.models.megatron.weights import tensor_place
 
@@ -50,10 +57,13 @@ class LoraBranch(nn.Module):
         self.dropout = lora.section.dropout
         self.sequence_parallel = sequence_parallel
         self.column_parallel = tensor.split == "rows"
+        self.of_expert = is_of_expert(tensor)
         rank, parts = lora.section.rank, len(lora.parts(tensor))
         weight: Tensor = base.weight  # type: ignore[assignment]
-        place = tensor_place(of_expert=False) if self.column_parallel else (0, 1)
-        part_of_rows = lora.part_of_rows(tensor, *place)
+        part_of_rows: list[int | None] = [0] * len(weight)
+        if not self.of_expert:
+            place = tensor_place(of_expert=False) if self.column_parallel else (0, 1)
+            part_of_rows = lora.part_of_rows(tensor, *place)
         rows = [row for row, part in enumerate(part_of_rows) if part is not None]
         self.down = nn.Parameter(weight.new_empty(parts * rank, weight.shape[1]))
         self.up = nn.Parameter(weight.new_empty(len(rows), rank))
@@ -63,7 +73,14 @@ class LoraBranch(nn.Module):
         if split is not None:
             set_tensor_model_parallel_attributes(split, True, dim, 1)
         for whole in (factor for factor in (self.down, self.up) if factor is not split):
-            whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            if not self.of_expert:
+                whole.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            elif parallel_state.get_expert_tensor_parallel_world_size() > 1:
+                whole.sequence_parallel = True  # type: ignore[attr-defined]
+            else:  # no copy on another tensor rank, which the gradient norm would leave out
+                set_tensor_model_parallel_attributes(whole, True, 0, 1)
+        for factor in (self.down, self.up):
+            factor.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
         self.outputs = len(part_of_rows)
         self.fused = parts > 1 or len(rows) < self.outputs
         """Whether a row of `up` uses only a part of A·x, or `up` lacks rows of the output."""
@@ -76,7 +93,7 @@ class LoraBranch(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[positions, batch, in] → [positions, batch, out], each as the base layer has it."""
         hidden = functional.linear(self._dropped(x), self.down)
-        if self.replicated:
+        if self.replicated or self.of_expert:
             return functional.linear(hidden, self._matrix()) * self.scaling
         if self.column_parallel:
             spread = gather_from_sequence_parallel_region
@@ -111,7 +128,7 @@ def attach(chunks: Sequence[GPTChunk], lora: Lora | None) -> None:
         return
     for tensor in lora.tensors:
         template = re.escape(tensor.name.removesuffix(".weight"))
-        name = re.compile(template.replace(r"\{layer\}", r"\d+"))
+        name = re.compile(re.sub(r"\\{(layer|expert)\\}", r"\\d+", template))
         for chunk in chunks:
             for path, base in [*chunk.named_modules()]:
                 if name.fullmatch(path):
@@ -119,6 +136,10 @@ def attach(chunks: Sequence[GPTChunk], lora: Lora | None) -> None:
                     branch = LoraBranch(lora, tensor, base, sequence_parallel=sequence)
                     base.add_module(BRANCH, branch)
                     base.register_forward_hook(_add_branch)
+                    experts = chunk.get_submodule(path.partition(".local_experts.")[0])
+                    if isinstance(experts, GroupedExperts):
+                        layer = path.rpartition(".")[2]
+                        experts.low_rank.setdefault(layer, []).append(branch)
 
 
 def _add_branch(

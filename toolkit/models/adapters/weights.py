@@ -1,5 +1,6 @@
 """The values of adapters, and of a model that has them, as `WeightSource`s."""
 
+from functools import lru_cache
 from hashlib import blake2b
 from math import prod, sqrt
 from zlib import crc32
@@ -27,15 +28,18 @@ class LoraWeights:
         self.lora = lora
         self.seed = seed
         self.shapes = lora.shapes
+        self._drawn = lru_cache(maxsize=4)(self._whole)
+        """A rank reads the parts of its experts one after the other."""
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """See `WeightSource.read`: fp32."""
-        return self._whole(name).view(-1)[start:stop]
+        return self._drawn(name).view(-1)[start:stop]
 
     def read_block(self, block: Block) -> Tensor:
         """See `WeightSource.read_block`: fp32."""
         assert block.columns is not None, "a matrix"
-        return self._whole(block.tensor)[slice(*block.rows), slice(*block.columns)]
+        rows, columns = (slice(*one) for one in (block.rows, block.columns))
+        return self._drawn(block.tensor)[rows, columns][:: block.steps[0], :: block.steps[1]]
 
     def _whole(self, name: str) -> Tensor:
         """All of a tensor: it is too small for drawing only a range to matter."""

@@ -59,6 +59,11 @@ class TensorMap:
     """The checkpoint stores [in, out] (GPT-2's Conv1D) where Megatron holds [out, in]."""
     padded: bool = False
     """Zeros fill the rows up to a multiple of the tensor-parallel degree (vocabulary)."""
+    experts: int = 0
+    """The checkpoint's tensor holds so many experts, of which each has this tensor's rows, one
+    expert after the other. 0: it is of one."""
+    interleaved: bool = False
+    """Each expert has instead this tensor's columns: expert e the columns e, e + experts, …"""
 
     @property
     def rows(self) -> int:
@@ -138,13 +143,22 @@ def blocks(
         assert tensor.columns is not None, "a vector has no columns to split"
         columns = _slice(tensor.columns, rank, degree)
     numbers = {"layer": layer, "expert": expert}
+    first, apart = 0, 1
+    if tensor.experts:
+        assert expert is not None, "a tensor of all experts"
+        if tensor.interleaved:
+            assert tensor.columns is not None, "a matrix"
+            apart = tensor.experts
+            columns = (expert, expert + (tensor.columns - 1) * apart + 1)
+        else:
+            first = expert * tensor.rows
     return [
         Block(
             part.tensor.format(**numbers),
-            (part.start, part.stop),
+            (first + part.start, first + part.stop),
             columns,
             tensor.transposed,
-            (part.step, 1),
+            (part.step, apart),
         )
         for stack in tensor.stacks
         for part in _rank_rows(stack, tensor, rank, degree)

@@ -23,6 +23,12 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     which is a copy, and frees it: only the parameters are kept for the backward pass.
     """
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.low_rank: dict[str, list[Any]] = {}
+        """By linear layer, of each expert a module with `down`, `up` and `scaling`, whose
+        product is added. Empty without adapters."""
+
     def forward(
         self, tokens: Tensor, tokens_per_expert: Tensor, probs: Tensor
     ) -> tuple[Tensor, None]:
@@ -35,7 +41,8 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
         ends = ends.to(tokens.device, non_blocking=True)
 
         def product(name: str) -> _Product:
-            return _Product([getattr(expert, name) for expert in self.local_experts], ends)
+            layers = [getattr(expert, name) for expert in self.local_experts]
+            return _Product(layers, self.low_rank.get(name, []), ends)
 
         grouped = SimpleNamespace(
             config=self.config,
@@ -50,17 +57,24 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 class _Product(nn.Module):
     """One linear layer of all experts, as a module: what megatron-core's MLP calls."""
 
-    def __init__(self, layers: Sequence[Any], ends: Tensor) -> None:
+    def __init__(self, layers: Sequence[Any], added: Sequence[Any], ends: Tensor) -> None:
         super().__init__()
-        for layer in layers:
+        for layer in (*layers, *added):
             # The distributed optimizer's wait for weights that are still being gathered.
             for hook in layer._forward_pre_hooks.values():
                 hook(layer, ())
         self.ends, self.weights = ends, [layer.weight for layer in layers]
+        self.factors = [one.down for one in added], [one.up for one in added]
+        self.scaling = added[0].scaling if added else 1.0
 
     def forward(self, rows: Tensor) -> tuple[Tensor, None]:
         """[rows, inputs], sorted by expert → [rows, outputs], and no bias."""
-        return _grouped_linear(rows, self.ends, *self.weights), None
+        output: Tensor = _grouped_linear(rows, self.ends, *self.weights)
+        down, up = self.factors
+        if down:
+            hidden = _grouped_linear(rows, self.ends, *down)
+            output = output + self.scaling * _grouped_linear(hidden, self.ends, *up)
+        return output, None
 
 
 class _GroupedLinear(torch.autograd.Function):

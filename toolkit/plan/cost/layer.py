@@ -304,7 +304,7 @@ def layer_activations(workload: Workload, layout: Layout) -> Activations:
     # The last recomputed layer is completely in memory again, together with the gradients.
     total = sum(whole.values())
     again = max(0.0, total - sum(stored.values()))
-    gradients = _gradients(workload, layout, split, whole)
+    gradients = _gradients(workload, layout, split, whole) + _changed_experts(workload)
     return Activations(stored, total, again, gradients)
 
 
@@ -317,6 +317,7 @@ def _everything(workload: Workload, layout: Layout) -> dict[str, float]:
             kept[op.part] += op.kept
     kept["mlp"] *= 1 - spec.moe_layers / spec.layers
     kept["experts"] = kept["experts"] * spec.moe_layers / spec.layers
+    kept["experts"] += _changed_experts(workload)
     return kept
 
 
@@ -383,6 +384,13 @@ def _kernel(workload: Workload, layout: Layout) -> float:
     if not workload.fused_elementwise and width < FP32_BYTES:
         per_score += FP32_BYTES  # the softmax in fp32, rounded afterwards
     return per_score * scores
+
+
+def _changed_experts(workload: Workload) -> float:
+    """The weights of a layer's experts with their adapters added."""
+    if not workload.adds_to_experts:
+        return 0.0
+    return workload.width * workload.spec.parameters.experts / workload.spec.layers
 
 
 def _every_second_product(

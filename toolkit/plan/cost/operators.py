@@ -253,6 +253,9 @@ def _passes_of(
     if workload.cost.sums_whole_gradients:  # on the device, in fp32; FSDP sums shards
         moved_back += trained * 8.0 * weights
     stack = device.width * sum(count * n * k for count, _, n, k in mlp)
+    if experts and workload.adds_to_experts:
+        moved, moved_back = moved + 2.0 * stack, moved_back + 2.0 * stack
+        back += [(count, k, n, m) for count, m, n, k in mlp]
     if experts and workload.stacks_experts:
         if workload.grouped_experts:  # each pass copies the experts' weights into a stack
             moved, moved_back = moved + 2.0 * stack, moved_back + 2.0 * stack

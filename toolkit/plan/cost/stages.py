@@ -101,7 +101,10 @@ def stage_share(
     if spec.adapters is not None:
         own = spec.adapters
         dense = layers * (own.split / tp + own.whole) / spec.layers
-        return share._replace(dense=share.dense + dense, frozen=share)
+        experts = own.experts / ep if ep > 1 else own.experts_split / tp + own.experts_whole
+        return share._replace(
+            dense=share.dense + dense, experts=share.experts + part * experts, frozen=share
+        )
     if spec.frozen is None:
         return share
     bounds = list(accumulate(stage_layers(spec.layers, pp, vpp, stages), initial=0))

@@ -107,6 +107,13 @@ class Workload:
         return self.model == "megatron"
 
     @property
+    def adds_to_experts(self) -> bool:
+        """Whether adapters are added to the weights of experts in each pass, as PEFT does to
+        transformers' models, and get their gradients from those of whole weights."""
+        adapters = self.spec.adapters
+        return self.model == "hf" and adapters is not None and adapters.experts > 0
+
+    @property
     def stacks_experts(self) -> bool:
         """Whether a pass makes stacks of the experts' weights or gradients: grouped products
         of megatron-core's, and experts of transformers in turn."""

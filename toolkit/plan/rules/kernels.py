@@ -250,6 +250,9 @@ def _ungroupable(job: PlanRequest, pair: Pair, parallel: ParallelSection) -> str
     for size in (job.spec.hidden, _inner(job, parallel)):
         if size % multiple:
             return f"the kernels want sizes that {multiple} divides, and an expert has {size:g}"
+    adapters = job.spec.adapters if pair.model != "hf" else None
+    if job.adapter and adapters and adapters.experts and job.adapter.rank % MULTIPLE:
+        return f"the kernels want ranks that {MULTIPLE} divides, and its adapters have another"
     return ""
 
 
