@@ -113,6 +113,13 @@ def test_frozen_weights_in_16_bits() -> None:
     check([*cases, Case("megatron-ep2-distopt", experts, "bf16")])
 
 
+@pytest.mark.slow
+@pytest.mark.quick
+def test_fp32_masters_in_16_bits() -> None:
+    untied = (("model", "untied"),)
+    check([Case(layout, untied, "bf16") for layout in ("ddp", "zero2", "zero3", "fsdp3")])
+
+
 def test_every_feature_is_legal_somewhere() -> None:
     """Or no layout would have met it, and no layout is forgotten."""
     cases = [case for layouts in TWO.values() for case in covering_array(layouts)]
