@@ -19,9 +19,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def extended_run(project: Project) -> Path:
-    """Ten steps, then the same command for twenty."""
+    """Ten steps, then the same command for twenty, as on a terminal: phases have a bar."""
     for steps in (10, 20):
-        ended = project.launch("extended", {"training.steps": steps})
+        terminal = {"FORCE_COLOR": "1"}
+        ended = project.launch("extended", {"training.steps": steps}, env=terminal)
     assert "continuing from step 10 of 20, extended/checkpoints/step-00000010" in ended.err
     return project.folder / "extended"
 

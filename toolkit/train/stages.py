@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import cast
 
 from transformers import PretrainedConfig
@@ -136,14 +137,15 @@ class Stages(Worker):
         weights = together.run(
             lambda: self.checkpoints.weights(self.config, marks, first=first)
         )
-        counted = CountedWeights(weights, marks.begin("building the model"))
         engine_config = self.assignment.engine_config
         setup = together.run(
             lambda: EngineSetup.of(
-                self.recipe, self.plan, engine_config, self.ranks, self.config, counted
+                self.recipe, self.plan, engine_config, self.ranks, self.config, weights
             )
         )
-        return build_engine(self.plan.engine, setup)
+        # After the ranks have waited for each other, which is a phase, too.
+        counted = CountedWeights(weights, marks.begin("building the model"))
+        return build_engine(self.plan.engine, replace(setup, weights=counted))
 
     def _watch(self) -> Reporter | None:
         """The Reporter of rank 0, None on the others. From here on, signals save before they
