@@ -58,6 +58,14 @@ def test_what_may_not_be_meant_is_a_note(good: Path, dmt: Dmt) -> None:
     note = dmt("check", good, *changes).out
     assert "the run's 5 steps end in a warm-up of 10" in note
     assert "optimizer.learning_rate: 30000 is far above what AdamW uses" in note
+    adapter = ("--set", "adapter={rank: 4, alpha: 8}")
+    assert "note  adapter: the weights" in dmt("check", good, *adapter).out
+
+
+def test_what_is_no_recipe(tmp_path: Path, dmt: Dmt) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "b"}\n')
+    assert "a file of rows" in dmt("check", tmp_path / "rows.jsonl", code=2).err
+    assert "write --set training.steps=5" in dmt("check", "training.steps=5", code=2).err
 
 
 def test_mistakes_of_an_own_deepspeed_file(tmp_path: Path, dmt: Dmt) -> None:

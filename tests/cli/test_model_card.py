@@ -33,10 +33,13 @@ def test_the_card_is_of_the_run(run: Path) -> None:
         assert line in card.content
     assert str(run.parent) not in card.content, "a path of this machine"
     checkpoint = run / "checkpoints" / "step-00000010"
-    _train_from("meta/llama", checkpoint)
-    write_card(run / "export", checkpoint)
-    assert ModelCard.load(run / "export" / "README.md").data.base_model == "meta/llama"
     path = run / "export" / "README.md"
+    _train_from(checkpoint, init="pretrained", hub="meta/llama")
+    write_card(run / "export", checkpoint)
+    assert ModelCard.load(path).data.base_model == "meta/llama"
+    _train_from(checkpoint, init="checkpoint", checkpoint="/runs/first")
+    write_card(run / "export", checkpoint)
+    assert "trained from `first`, with" in path.read_text()
     edited = card.content.replace("DMT", "patience")
     path.write_text(edited)
     weights = run / "export" / "model.safetensors"
@@ -46,8 +49,8 @@ def test_the_card_is_of_the_run(run: Path) -> None:
     assert path.read_text() == edited
 
 
-def _train_from(hub: str, checkpoint: Path) -> None:
+def _train_from(folder: Path, **start: str) -> None:
     """As if the run had begun with these weights."""
-    manifest = Manifest.read(checkpoint)
-    model = manifest.recipe["model"] | {"hub": hub, "init": "pretrained"}
-    replace(manifest, recipe=manifest.recipe | {"model": model}).write(checkpoint)
+    manifest = Manifest.read(folder)
+    model = manifest.recipe["model"] | start
+    replace(manifest, recipe=manifest.recipe | {"model": model}).write(folder)

@@ -52,6 +52,10 @@ def test_the_whole_answer(dmt: Dmt) -> None:
     assert re.match(r"  step     \d\.\d\d s: [\d,]+ tokens/s per GPU, MFU \d+\.\d%$", step)
     assert time.startswith("  time     in s: matmul ")
     assert re.search(r"  run      [\d,]+ steps: \d+\.\d days, [\d,]+ GPU-hours$", run)
+    epochs = dmt("plan", "qwen3-8b-sft").out
+    assert re.search(
+        r"  run      \d epochs? of data .*: [\d.]+ s for each 1,000 samples\n", epochs
+    )
     names, chosen, *_ = table.splitlines()
     assert names.split()[:4] == ["engine", "dp", "tp", "pp"]
     assert chosen.split()[0] == "deepspeed"

@@ -416,6 +416,18 @@ def test_data_without_rows(text: str, tmp_path: Path, dmt: Dmt) -> None:
     assert f"{data} has no rows that can be read" in dmt("init", *words, code=2).err
 
 
+def test_a_text_is_one_document(tmp_path: Path, dmt: Dmt) -> None:
+    """Nothing of it can be held out. A folder's tokenizer may still be missing."""
+    text, file = tmp_path / "all.txt", tmp_path / "recipe.yaml"
+    text.write_text("to be or not to be\n" * 500)
+    words = ["--cluster", "1x2xcpu", "--data", text]
+    dmt("init", "llama-bytes", *words, "--out", file)
+    dmt("check", file)
+    model = {"model_type": "llama", "max_position_embeddings": 128}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    assert "TO DO: it holds no tokenizer" in dmt("init", tmp_path, *words).out
+
+
 def test_weights_without_their_tokenizer(folder: Path, dmt: Dmt) -> None:
     """Bytes are right for a new model only."""
     printed = dmt("init", folder, "--cluster", "2xcpu", "--task", "sft", code=2)

@@ -47,6 +47,15 @@ def test_a_terminal_has_a_bar_where_there_is_a_total_and_nothing_is_left():
     assert shown.endswith("\x1b[1A\x1b[2K"), "the line is taken back"
 
 
+def test_a_phase_that_has_ended_may_still_be_counted():
+    """Weights are read in later phases than the one that began with them."""
+    phases = Marks(0, terminal())
+    with closing(phases), phases:
+        tick = phases.begin("building the model")
+        phases.begin("waiting for the other ranks")
+        tick(1)
+
+
 def test_what_is_done_of_a_phase_restarts_the_time_limit():
     for rank in (0, 1):
         marks = Marks(rank, Console(file=io.StringIO()))

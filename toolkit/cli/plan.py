@@ -215,6 +215,10 @@ def _facts(planned: Planned) -> Iterator[Text]:
     yield _time(found)
     if (run := planned.run) is not None:
         yield _fact("run", str(run))
+    elif (epochs := recipe.training.epochs) is not None:
+        each = 1000 * found.time.total_s / layout.global_batch
+        passes = f"{epochs:g} epoch{'s' * (epochs != 1)} of data that is not read here"
+        yield _fact("run", f"{passes}: {seconds(each)} for each 1,000 samples")
 
 
 def _fact(label: str, value: str) -> Text:

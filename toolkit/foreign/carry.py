@@ -393,10 +393,13 @@ def _value(at: ForeignSetting) -> str:
 
 def left_lines(left: Sequence[Left]) -> Iterator[str]:
     """Lines about what is not carried: first what changes what is learned, then the rest."""
-    if said := [one for one in left if one.changes]:
-        yield f"CHANGES WHAT IS LEARNED, or is for you to state ({len(said)}):"
-    yield from dict.fromkeys(
-        f"  {one.at.name}{_value(one.at)} ({one.at.place}): {one.reason}" for one in said
+    said = dict.fromkeys(
+        f"  {one.at.name}{_value(one.at)} ({one.at.place}): {one.reason}"
+        for one in left
+        if one.changes
     )
+    if said:
+        yield f"CHANGES WHAT IS LEARNED, or is for you to state ({len(said)}):"
+    yield from said
     if ignored := [one.at.name for one in left if not one.changes]:
         yield f"ignored ({len(ignored)}): {', '.join(ignored)}"

@@ -17,6 +17,7 @@ from toolkit.foreign.carry import (
     ForeignSetting,
     Found,
     Left,
+    relative_to_file,
     same,
 )
 from toolkit.foreign.megatron import config_of
@@ -139,6 +140,8 @@ def _compared(
 ) -> SettingComparison:
     agrees = same(value, ours) or any(same(other, ours) for other in one.also)
     agrees |= key == TRACKERS and {*value} <= {*ours}
+    if key.endswith(".path") and isinstance(value, str):
+        agrees |= str(relative_to_file(value, Path(one.at.file)).absolute()) == ours
     there = f"change {one.at.name} at {one.at.place}"
     can_be_set = key in recipe_settings() and not isinstance(value, list | dict)
     here = f"--set {key}={in_yaml(value).replace(' ', '')}, or " if can_be_set else ""

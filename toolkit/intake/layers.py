@@ -295,6 +295,8 @@ def _real(path: Path) -> Path:
 def _similar(path: Path, origin: Problem) -> str:
     """The fix for a missing file that the command line or `extends` names."""
     extends = origin.key == "extends"
+    if "=" in path.name and not extends:
+        return f"write --set {path}"
     if not extends and _HUB_ID.fullmatch(str(path)) and path.suffix not in (".yaml", ".yml"):
         return f"for a model of the hub: dmt init {path} --cluster NODESxGPUSxNAME"
     try:

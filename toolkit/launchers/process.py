@@ -16,7 +16,7 @@ from toolkit.system.handlers import STOP_SIGNALS, handling
 FAILED_GRACE_S = 5.0
 """Grace period of the other ranks after one failed: they cannot save any more."""
 ORPHAN_GRACE_S = 30.0
-"""Grace period for saving if the launcher has died and the recipe sets no limit."""
+"""How long ranks may save after their launcher died, and Ray's agents not hear of a stop."""
 STACKS_S = 0.5
 """Time that a rank has to write its stacks."""
 POLL_S = 0.05

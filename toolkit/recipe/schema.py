@@ -701,7 +701,7 @@ class LoggingSection(Section):
     """Logs and trackers that a run writes."""
 
     every_steps: Positive = 10
-    """Steps between lines of `metrics.jsonl`."""
+    """Steps between lines of `metrics.jsonl`. The first and the last step have one, too."""
     trackers: Annotated[tuple[TrackerName, ...], Field(strict=False)] = ()
     """Where the metrics are posted, too, e.g. `[wandb, tensorboard]` (docs/reports.md). W&B is
     offline unless the environment sets WANDB_MODE."""
@@ -862,6 +862,8 @@ class Recipe(Section):
         steps, warmup = self.total_steps(), self.schedule.warmup_steps
         if steps is not None and warmup > steps:
             yield f"schedule.warmup_steps: the run's {steps} steps end in a warm-up of {warmup}"
+        if self.adapter is not None and self.model.init == "random":
+            yield "adapter: the weights that it adapts are drawn at random and stay so"
         rate, kind = self.optimizer.learning_rate, self.optimizer.kind
         if rate > max(1.0, kind.largest_rate):
             yield f"optimizer.learning_rate: {rate:g} is far above what {kind.title} uses"

@@ -55,6 +55,8 @@ _SYNTAX_FIXES = {
     "and check the indentation",
     "found character '\\t' that cannot start any token": "indent with spaces, not tabs",
     "but found another document": "keep one document per file",
+    "expected '<document start>', but found ('{',)": "give a recipe, which names a file of "
+    "rows in `data.train.path`",
 }
 
 Value: TypeAlias = bool | int | float | str | None

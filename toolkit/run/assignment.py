@@ -302,5 +302,6 @@ def check_world(recipe: Recipe, world: int) -> None:
         raise PlanError(
             f"the recipe's cluster has {cluster.nodes} node(s) with {cluster.gpus_per_node} "
             f"process(es) each, the launcher started {world}",
-            fix="start as many, or --set cluster.nodes=N --set cluster.gpus_per_node=M",
+            fix="start as many, or --set cluster.nodes=N --set cluster.gpus_per_node=M "
+            "(accelerate on CPUs starts one without --config_file: docs/launchers.md)",
         )

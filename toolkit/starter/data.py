@@ -36,9 +36,11 @@ def with_data(recipe: Recipe, data: Path, task: Task) -> Recipe:
     Raises PlanError if it is no file with what the task trains on, or has too little of it.
     """
     shown = recipe.model_dump(exclude_unset=True)
-    fraction = 0.05 if task == "pretrain" else 0.0
+    train = source_of(data, task)
+    # A file of plain text is one document, which cannot be divided.
+    fraction = 0.05 if task == "pretrain" and train["kind"] != "text" else 0.0
     shown["data"] = _without(shown["data"], "validation", "stages")
-    shown["data"] |= {"train": source_of(data, task), "validation_fraction": fraction}
+    shown["data"] |= {"train": train, "validation_fraction": fraction}
     shown["training"] = _without(shown["training"], "steps", "tokens") | {"epochs": 1}
     schedule = _without(shown.get("schedule", {}), "warmup_steps", "warmup_ratio")
     shown["schedule"] = schedule
@@ -114,7 +116,10 @@ def count_samples(recipe: Recipe, data: Path) -> int | None:
     is large or its tokenizer is not here."""
     if data.stat().st_size > COUNTED_BYTES:
         return None
-    if count_tokens(recipe.data.tokenizer) is None:
+    try:
+        if count_tokens(recipe.data.tokenizer) is None:
+            return None
+    except DataError:  # the recipe says that its tokenizer is missing
         return None
     from toolkit.data.build import build_data  # numpy and tokenizers
 

@@ -182,8 +182,8 @@ class TrainingRun:
         return sum(batch.tokens for batch in batches), counted
 
     def log(self, report: StepReport) -> None:
-        """Advance the bar. Log (always the first step) and compare replicas when due. Raises
-        RunFailed when replicas differ."""
+        """Advance the bar. Log (always the first and the last step) and compare replicas when
+        due. Raises RunFailed when replicas differ."""
         step, reporter = self.progress.step, self.reporter
         self.marks.begin(f"logging step {step}", step=step)
         self._unlogged.append(report)
@@ -194,7 +194,7 @@ class TrainingRun:
             reporter.progress.advance(step)
             if self._skipping:
                 reporter.skipped(step, report.result)
-        if step % self.recipe.logging.every_steps == 0 or step == 1:
+        if step % self.recipe.logging.every_steps == 0 or step in (1, self.steps):
             metrics = self._metrics(self._unlogged)
             self._unlogged = []
             if reporter is not None:

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -344,7 +343,13 @@ class _Display:
             return lambda _: None
         for task in bar.task_ids:
             bar.remove_task(task)
-        return partial(bar.advance, bar.add_task(printable(doing), total=total))
+        task = bar.add_task(printable(doing), total=total)
+
+        def advance(amount: int) -> None:
+            if task in bar.task_ids:  # not after a later phase has begun
+                bar.advance(task, amount)
+
+        return advance
 
     def _end(self) -> None:
         if self._line is not None:

@@ -187,7 +187,11 @@ def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str])
     try:
         form = form_of(columns, source)
     except MalformedRow as error:
-        fix = "set `format`, and map its columns in `columns` (docs/data.md)"
+        ours = ("messages",) if len(columns) == 1 else ("instruction", "output")
+        if isinstance(source, PreferenceSource):
+            ours = ("prompt", "chosen", "rejected")
+        named = ", ".join(f"{our}: {name}" for our, name in zip(ours, columns, strict=False))
+        fix = f"map its columns, e.g. by `columns: {{{named}}}` (docs/data.md)"
         raise DataError(f"`{source.path}`: {error}", fix=fix) from error
     needed = _REQUIRED.get(form, _ANSWERS)
     known = _read(form)
