@@ -90,6 +90,7 @@ class ChatReport:
             return
         raise DataError(
             f"`{source.path}`: {'; '.join(self.notes(source, False)) or 'it has no rows'}",
-            fix="check roles and weights of turns, `loss_on`, and that trained turns lie in "
-            f"the first {sequence_length:,} tokens (`too_long`)",
+            fix="check roles and weights of turns, `loss_on`, `{% generation %}` in the "
+            "template, and that trained turns lie in the first "
+            f"{sequence_length:,} tokens (`too_long`)",
         )
