@@ -128,6 +128,16 @@ def test_a_tiny_model_waits_between_kernels() -> None:
     assert found["launch"] > 0.5 * found["computed_s"]
 
 
+def test_fp8_is_faster() -> None:
+    layout = Layout(dp=8, zero_stage=1, gradient_accumulation=8)
+    cluster = parse_cluster("8xh100-80gb")
+    low, plain = (
+        step_time(replace(MODERN, precision=p), layout, cluster) for p in ("fp8", "bf16")
+    )
+    assert 1.15 * low.total_s < plain.total_s < 2 * low.total_s
+    assert low["logits"] == pytest.approx(plain["logits"])
+
+
 def test_measured_speeds_replace_shares_of_peaks() -> None:
     plain = parse_cluster("8xh100-80gb")
     measured = replace(plain.gpu, measured=replace(plain.gpu, bf16=500e12, measured=None))
