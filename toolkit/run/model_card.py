@@ -45,7 +45,7 @@ def _text(folder: Path, manifest: Manifest) -> str:
         base_model=model["hub"] if pretrained and _on_hub(model["hub"]) else None,
     )
     start = "weights drawn at random"
-    if pretrained:
+    if model["init"] != "random":
         start = f"`{_name(model['checkpoint'] or model['hub'])}`"
     kind = "LoRA adapters of" if is_adapter else "A model trained from"
     rows = "\n".join(f"| {name} | {value} |" for name, value in _facts(manifest))
