@@ -187,9 +187,9 @@ def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str])
     try:
         form = form_of(columns, source)
     except MalformedRow as error:
-        ours = ("messages",) if len(columns) == 1 else ("instruction", "output")
+        ours = ["messages"] if len(columns) == 1 else ["instruction", "output"]
         if isinstance(source, PreferenceSource):
-            ours = ("prompt", "chosen", "rejected")
+            ours = ["prompt", "chosen", "rejected"]
         named = ", ".join(f"{our}: {name}" for our, name in zip(ours, columns, strict=False))
         fix = f"map its columns, e.g. by `columns: {{{named}}}` (docs/data.md)"
         raise DataError(f"`{source.path}`: {error}", fix=fix) from error
