@@ -31,6 +31,7 @@ from toolkit.intake.load import load_recipe
 from toolkit.models import huggingface as hf
 from toolkit.models.weights import WeightSource
 from toolkit.train.outer import ReplicaOrder
+from toolkit.train.stages import Stages
 
 __all__ = ["own_project"]  # fixture
 
@@ -335,3 +336,17 @@ def test_a_launch_states_which_replica_it_is(own_project: Project) -> None:
         with patch.dict(os.environ, env):
             ended = own_project.launch("run", {"parallel.outer.replicas": 2}, code=2)
         assert message in ended.err
+
+
+def test_rank_0_says_which_replica_a_rank_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environments of its machines may differ."""
+    changes = ["parallel.outer={replicas: 2, every_steps: 10}", "checkpoint.every_steps=10"]
+    order, recipe = EpochOrder(8, 0), load_recipe(Path("llama-bytes"), changes)
+    rank_0 = SimpleNamespace(rank_zero=lambda _: (1, "http://here:80"))
+    rank: Any = SimpleNamespace(
+        recipe=recipe, data=SimpleNamespace(order=order), together=rank_0
+    )
+    monkeypatch.setenv("REPLICA_GROUP_ID", "0")
+    samples: Any = None
+    _, seed = Stages._batches(rank, samples)
+    assert seed == recipe.training.seed + (1 << 64)

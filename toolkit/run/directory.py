@@ -23,6 +23,7 @@ from toolkit.text.dotted import is_within
 from toolkit.text.redact import redact
 
 _OTHER = "--run-dir OTHER"
+_GONE = f"{_OTHER} for a new run; a release that has this setting can continue the old one"
 
 
 class _Inside:
@@ -156,17 +157,17 @@ def refuse_other_run(run: RunDirectory, recipe: Recipe, requested: Sequence[str]
         and not was_requested(run, key, new_value)
     ]
     # With a removed setting the run cannot resume, whatever the fixes of the others say.
-    if gone := [one for one in problems if one.key in removed().settings]:
+    if gone := [one for one in problems if one.fix == _GONE]:
         raise RecipeError(gone)
     if problems:
         raise RecipeError(problems)
 
 
 def _fix(key: str, old: object, new: object) -> str:
-    if key in removed().settings:
-        return (
-            f"{_OTHER} for a new run; a release that has this setting can continue the old one"
-        )
+    maps = [one for one in old if isinstance(one, dict)] if isinstance(old, list) else []
+    keys = {key, *(f"{key}.{name}" for one in maps for name in one)}
+    if not keys.isdisjoint(removed().settings):
+        return _GONE
     change = f", or --change {key}={shown(new)}" if is_within(key, ON_REQUEST) else ""
     return f"{_OTHER} for a new run, or {key}: {shown(old)} to resume{change}"
 

@@ -63,7 +63,10 @@ class ReplicaOrder:
 
 
 def place(settings: OuterSection) -> tuple[int, str]:
-    """The number of this replica and the address of torchft's lighthouse. Raises PlanError."""
+    """The number of this replica and the address of torchft's lighthouse. Raises PlanError.
+
+    Rank 0's environment decides, so that all ranks of a replica train its samples.
+    """
     lighthouse, replica = environ.get(_LIGHTHOUSE), environ.get(_REPLICA)
     if replica is None or lighthouse is None:
         raise PlanError(
@@ -99,7 +102,8 @@ class OuterEngine:
         settings = worker.recipe.parallel.outer
         assert settings is not None
         self._engine, self._worker, self._last = engine, worker, steps
-        self._settings, (self._replica, lighthouse) = settings, place(settings)
+        self._settings = settings
+        self._replica, lighthouse = worker.together.rank_zero(lambda: place(settings))
         self._delayed = settings.overlap == "delayed"
         self._step = 0
         self._anchors = [_on_host(shard.get("weight")) for shard in self._shards()]

@@ -90,7 +90,7 @@ class Stages(Worker):
     def _read_data(self) -> None:
         """Read config and data, and look at the checkpoints."""
         recipe, together, outer = self.recipe, self.together, self.recipe.parallel.outer
-        together.run(lambda: None if outer is None else place(outer))
+        together.rank_zero(lambda: None if outer is None else place(outer))
         self.marks.begin("reading the data")
         self.config = config = together.run(lambda: hf.build_config(recipe.model))
         training, track = recipe.training, self.marks.track
@@ -216,7 +216,7 @@ class Stages(Worker):
         training, outer = self.recipe.training, self.recipe.parallel.outer
         order, seed = self.data.order, training.seed
         if outer is not None:
-            replica, _ = place(outer)
+            replica, _ = self.together.rank_zero(lambda: place(outer))
             order = ReplicaOrder(order, outer.replicas, replica)
             seed += replica << 64  # other random numbers on each replica
         return GlobalBatches(samples, order, training.batches), seed
