@@ -97,6 +97,13 @@ def test_a_kernel_that_would_never_run_is_refused(
     assert why in str(refused.value)
 
 
+def test_a_mask_that_isolates_documents_costs_memory_and_time() -> None:
+    """Where no kernel takes lengths."""
+    old = HOPPER | OLD | {"training__sequence_length": 8192}
+    plain, isolated = (explore(recipe(**old, **more)).best for more in ({}, ISOLATED))
+    assert isolated.memory_gib > plain.memory_gib and isolated.step_s > plain.step_s
+
+
 def test_cudnn_is_planned_faster() -> None:
     long = HOPPER | {"training__sequence_length": 32768}
     first, own = (

@@ -13,8 +13,6 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import ModelSection
 
-PSI_8B = 8_030_261_248
-
 
 def test_every_decision_has_a_reason() -> None:
     plan = llama_8b(engine="deepspeed", model="hf")
