@@ -135,8 +135,11 @@ def test_adapters_of_an_earlier_release() -> None:
     stated = {"adapter": section, "model": model, "training": {"seed": 1}}
     manifest = replace(MANIFEST, recipe=stated)
     base, lora = base_weights(manifest), saved_lora(manifest, hf.build_config(MODEL))
-    assert lora is not None and lora.section.rank == 4
+    assert lora is not None and lora.section.rank == 4 and lora.scaling == 2
     assert "model.norm.weight" in base.shapes
+    stated["adapter"] = section | {"rslora": True}
+    lora = saved_lora(manifest, hf.build_config(MODEL))
+    assert lora is not None and lora.scaling == 4  # alpha / √rank
 
 
 def test_adapters_that_peft_would_not_find_are_refused(

@@ -11,7 +11,7 @@ from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN as RENA
 
 from tests.models.small import FAMILIES, section, tiny
 from tests.plan.making import TINY, intent, recipe
-from toolkit.errors import RecipeError
+from toolkit.errors import PlanError, RecipeError
 from toolkit.layout import Layout
 from toolkit.models import huggingface as hf
 from toolkit.models.adapters.huggingface import inject, peft_config
@@ -33,7 +33,11 @@ REFUSED = {
 }  # fmt: skip
 """What PEFT cannot adapt."""
 
-WITHOUT_FILE = {"stablelm": {"num_key_value_heads": 4}, "opt": {"word_embed_proj_dim": 32}}
+WITHOUT_FILE = {
+    "stablelm": {"num_key_value_heads": 4},
+    "opt": {"word_embed_proj_dim": 32},
+    "qwen3_5_text": {},
+}
 
 
 def lora(config: Any, **fields: Any) -> Lora:
@@ -51,7 +55,8 @@ def meta(family: str) -> Any:
 @pytest.mark.parametrize("family", [*DENSE, *WITHOUT_FILE])
 def test_all_linear_is_what_peft_calls_so(family: str) -> None:
     """Also for types without a family file: an untied head (stablelm) has no adapter, a
-    projection outside of the layers (opt) has one."""
+    projection outside of the layers (opt) has one, the convolution of a module that is called
+    linear (qwen3_5_text) has none."""
     config = hf.build_config(section(family, **WITHOUT_FILE.get(family, {})))
     transposed = family == "gpt2"
     peft = LoraConfig(
@@ -78,6 +83,11 @@ def test_injected_parameters_have_the_names_of_checkpoints(family: str, targets:
     assert after == before | adapters.shapes
     trained = {name for name, p in hf.named_parameters(model) if p.requires_grad}
     assert trained == adapters.shapes.keys()
+
+
+def test_what_peft_refuses_is_told() -> None:
+    with pytest.raises(PlanError, match="PEFT does not adapt all-linear here"):
+        inject(meta("mamba"), lora(config_of("mamba")))
 
 
 def test_peft_reads_short_names_where_they_suffice() -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from math import sqrt
 from pathlib import Path
 
 import torch
@@ -26,11 +27,13 @@ from toolkit.removed import without_unset
 
 def saved_lora(manifest: Manifest, config: PretrainedConfig) -> Lora | None:
     """The adapters of a checkpoint of a model with this `config`. None without any."""
-    if manifest.adapter is None:
+    saved = manifest.adapter
+    if saved is None:
         return None
     # Earlier releases also stored how the adapters started.
-    kept = AdapterSection.model_fields
-    section = {key: value for key, value in manifest.adapter.items() if key in kept}
+    section = {key: saved[key] for key in AdapterSection.model_fields if key in saved}
+    if saved.get("rslora"):  # of earlier releases: scaling was alpha / √rank
+        section["alpha"] *= sqrt(section["rank"])
     return Lora.of(AdapterSection.model_validate(section), config.to_dict())
 
 

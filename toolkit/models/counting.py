@@ -382,7 +382,9 @@ def _tensors(model: PreTrainedModel, parts: Mapping[str, str]) -> MegatronModel:
         kind = _KINDS[parts[name]]
         shape = tuple(parameter.shape)
         for piece in checkpoint_names(weight_name(model, name, shape), shape):
-            label = f"{kind}.linear_{piece.name}" if name in linear else f"{kind}.{piece.name}"
+            label = f"{kind}.linear_{piece.name}"
+            if name not in linear:  # `linear_attn.conv1d` is no linear layer
+                label = f"{kind}.{piece.name.replace('.linear_', '.')}"
             rows, *others = piece.shape or (1,)
             columns = prod(others) if others else None
             tensors.append(whole(label, piece.name, rows, columns))

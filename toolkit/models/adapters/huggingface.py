@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
+from toolkit.errors import PlanError
 from toolkit.models.adapters.lora import Lora
 
 if TYPE_CHECKING:
@@ -12,14 +13,19 @@ if TYPE_CHECKING:
 
 def inject(model: PreTrainedModel, lora: Lora | None) -> None:
     """Add PEFT's layers to `model`, with parameters on the device and in the dtype of the
-    base's, uninitialised. Does nothing without `lora`.
+    base's, uninitialised. Does nothing without `lora`. Raises PlanError for projections that
+    PEFT refuses in this model.
 
     `toolkit.models.huggingface.named_parameters` gives all parameters their checkpoint names.
     """
     if lora is not None:
         import peft  # takes seconds
 
-        peft.inject_adapter_in_model(peft_config(lora), model)
+        try:
+            peft.inject_adapter_in_model(peft_config(lora), model)
+        except ValueError as error:
+            told = f"adapter.targets: PEFT does not adapt {lora.section.targets} here: {error}"
+            raise PlanError(told, fix="list projections, e.g. [q_proj, v_proj]") from error
 
 
 def peft_config(lora: Lora, base: str | None = None) -> "LoraConfig":

@@ -97,5 +97,5 @@ def fingerprint(weights: WeightSource) -> str:
         start = crc32(name.encode()) % max(1, numel - SAMPLED)
         values = weights.read(name, start, min(start + SAMPLED, numel))
         digest.update(f"{name}{list(shape)}".encode())
-        digest.update(values.float().contiguous().numpy().tobytes())
+        digest.update(values.detach().float().contiguous().numpy().tobytes())
     return digest.hexdigest()
