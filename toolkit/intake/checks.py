@@ -322,7 +322,7 @@ def _accelerator(recipe: Recipe) -> Iterator[Problem]:
         if not _computes(device, precision):
             reason = f"it has no {precision} units"
             if device.generation == "cpu":
-                reason = "DeepSpeed trains in no fp16 there"
+                reason = "no engine trains in fp16 there"
         found = f"{precision} on {device.name}: {reason}"
         fix = f"set training.precision to {here[-1]}"
         yield Problem("training.precision", found, ", ".join(here), fix)

@@ -88,8 +88,10 @@ class ChatReport:
         """Raise DataError if no sample is left, or most have no trained token."""
         if self.samples and self.untrained <= self.samples:
             return
+        if not self.rows:
+            raise DataError(f"`{source.path}` has no rows", fix="correct its path or split")
         raise DataError(
-            f"`{source.path}`: {'; '.join(self.notes(source, False)) or 'it has no rows'}",
+            f"`{source.path}`: {'; '.join(self.notes(source, False))}",
             fix="check roles and weights of turns, `loss_on`, `{% generation %}` in the "
             "template, and that trained turns lie in the first "
             f"{sequence_length:,} tokens (`too_long`)",
