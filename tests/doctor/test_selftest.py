@@ -151,8 +151,9 @@ def test_layouts_for_gpus_are_legal(processes: int, tmp_path: Path) -> None:
     assert len({one.name for one in layouts}) == len(layouts)
     assert {one.parallel.engine for one in layouts} == set(BACKENDS.names)
     recipe = rehearsal.recipe.with_values({"training.precision": "bf16"})
-    for one in layouts:
-        if one.parallel.expert == 1:
+    for one in layouts:  # in 16 bits, DeepSpeed's stage 0 is skipped
+        stage_0 = (one.parallel.engine, one.parallel.zero.stage) == ("deepspeed", 0)
+        if one.parallel.expert == 1 and not stage_0:
             folder = tmp_path / one.name
             found = _assignment(recipe, one.parallel, one.processes, folder, "h100-80gb")
             kernel = "varlen" if one.parallel.context != 1 else "cudnn"
