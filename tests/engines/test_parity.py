@@ -93,7 +93,7 @@ def test_fp32_masters() -> None:
     cases = [
         FINE,
         replace(FINE, engine="fsdp", stage=3),
-        *(replace(sharded, stage=stage) for stage in range(4)),
+        *(replace(sharded, stage=stage) for stage in (1, 2, 3)),
         *(replace(sharded, stage=stage, offload="cpu") for stage in (2, 3)),
         replace(sharded, parallel={"model": "megatron", "tensor": 2}),
         *(replace(megatron, stage=stage) for stage in (0, 1)),
