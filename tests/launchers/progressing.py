@@ -4,6 +4,7 @@ The last rank commits a step behind the newest one, and is killed; a start behin
 with CODE. With LAST 0, it is killed without a checkpoint.
 """
 
+import json
 import os
 import signal
 import sys
@@ -28,6 +29,9 @@ with Path(sys.argv[1], f"starts-{rank}").open("a") as file:
 while starts(0) != starts(1):
     time.sleep(0.02)  # until the other has read the newest step, too
 if last and step >= last:
+    end = {"kind": "end", "exit_code": code} | ({"error": "a mistake"} if code == 2 else {})
+    with Path(sys.argv[1], "events.jsonl").open("a") as events:  # as a worker says it
+        events.write(f"{json.dumps(end)}\n")
     sys.exit(code)
 if rank == world - 1:
     if last:

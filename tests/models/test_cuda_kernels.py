@@ -62,7 +62,7 @@ def test_nobody_looks_for_documents_in_the_positions(monkeypatch: pytest.MonkeyP
     segments = (torch.arange(16).expand(2, -1) // 8).int()
     whole = hf.log_probs(model, MicroBatch(tokens, tokens))
     counted = torch.arange(16).expand(2, -1)
-    assert torch.equal(whole, hf.log_probs(model, MicroBatch(tokens, tokens, None, counted)))
+    assert torch.equal(whole, hf.log_probs(model, MicroBatch(tokens, tokens, counted)))
     parts = hf.log_probs(model, MicroBatch(tokens, tokens, positions=place, segments=segments))
     alone = hf.log_probs(model, MicroBatch(tokens[:, 8:], tokens[:, 8:]))
     torch.testing.assert_close(parts[:, 8:], alone)

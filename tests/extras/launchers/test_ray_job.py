@@ -100,7 +100,8 @@ def test_an_agent_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         RayMachine({**config, "env": {}}, 5).run()
     printed = agent_log(RunDirectory(tmp_path), 5).read_text()
     assert printed == "launch.rendezvous=h:1 None 3\n"
-    machine = RayMachine({**config, "argv": ["sleep", "3600"], "env": {}}, 5)
+    argv = [sys.executable, "-c", "import time; time.sleep(3600)"]
+    machine = RayMachine({**config, "argv": argv, "env": {}}, 5)
     machine.stop()  # that comes before `dmt launch` is there, or listens
     assert machine.run() == 75
 
