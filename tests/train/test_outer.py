@@ -235,11 +235,11 @@ def test_a_killed_replica_comes_back(own_project: Project) -> None:
     """The other one continues; both end with the same weights, in shards of two ranks."""
     changes = {**LONG, "parallel.engine": "fsdp", "cluster.gpus_per_node": 2}
     with ExitStack() as stack:
-        # Less than a restart takes, even of warm ranks.
         lighthouse = stack.enter_context(a_lighthouse(patience_s=1.0))
         commands, runs = run_both(own_project, changes, stack)
         commands[1].wait_for(lambda: steps_logged(runs[1]) >= 10, "step 10")
-        killed = commands[1].ranks()
+        killed, launcher = commands[1].ranks(), psutil.Process(commands[1].process.pid)
+        launcher.suspend()  # a restart of warm ranks takes less than that patience
         for rank in killed.values():
             rank.kill()
         commands[0].wait_for(lambda: 1 in exchanges(runs[0]), "an exchange alone")
@@ -247,6 +247,7 @@ def test_a_killed_replica_comes_back(own_project: Project) -> None:
         others = commands[0].ranks().values()
         for rank in others:
             rank.suspend()
+        launcher.resume()
         commands[1].wait_for(
             lambda: (
                 commands[1].ranks().get(0, killed[0]) != killed[0]
