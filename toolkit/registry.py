@@ -9,14 +9,11 @@ from contextlib import suppress
 from functools import cache, cached_property
 from importlib import import_module
 from importlib.metadata import entry_points
-from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 from toolkit.errors import BackendUnavailable
 
 Kind = TypeVar("Kind")
-
-_MAY_BE_MISSING = "toolkit.extras."
 
 
 class Registry(Generic[Kind]):
@@ -24,7 +21,7 @@ class Registry(Generic[Kind]):
 
     def __init__(self, group: str, own: Mapping[str, str], base: type | None = None) -> None:
         """`own` maps a name to `module:attribute`. `group` names the entry points of other
-        packages, empty if only this package has any. Objects are subclasses of `base`."""
+        packages. Objects are subclasses of `base`."""
         self._group = group
         self._base = base
         self._own = own
@@ -32,9 +29,8 @@ class Registry(Generic[Kind]):
 
     @cached_property
     def _places(self) -> dict[str, str]:
-        own = {name: place for name, place in self._own.items() if _installed(place)}
         others = {point.name: point.value for point in _added().select(group=self._group)}
-        return {**own, **{name: others[name] for name in others if name not in own}}
+        return {**self._own, **{name: others[name] for name in others if name not in self._own}}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -48,16 +44,11 @@ class Registry(Generic[Kind]):
         that has added it cannot be imported.
         """
         if name not in self._loaded:
-            if name in self._own and name not in self._places:
-                raise BackendUnavailable(
-                    f"{name}: this installation of DMT has no toolkit/extras",
-                    fix="install all of it",
-                )
             place = self._places[name]
             try:
                 self._loaded[name] = self._checked(load(place))
             except (ImportError, AttributeError, TypeError) as error:
-                if self._own.get(name) == place:
+                if name in self._own:
                     raise
                 raise BackendUnavailable(
                     f"{name}, which another package adds to {self._group} as {place}, cannot "
@@ -94,17 +85,6 @@ def load(place: str) -> Any:
 def _added() -> Any:  # another class before Python 3.12
     """Entry points of all packages, read once."""
     return entry_points()
-
-
-def _installed(place: str) -> bool:
-    """Whether a module of this package is there. An installation may leave out extras."""
-    module = place.partition(":")[0]
-    if not module.startswith(_MAY_BE_MISSING):
-        return True
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # a folder above it is missing
-        return False
 
 
 ENGINES: Registry[Any] = Registry(

@@ -62,7 +62,7 @@ def jobs(text: str, folder: Path) -> Iterator[Job]:
 @pytest.mark.parametrize("text", HOSTILE)
 def test_nothing_reaches_a_shell(text: str, shell: Path, tmp_path: Path) -> None:
     ran = 0
-    for name in LAUNCHERS.names:
+    for name in LAUNCHERS:
         for job in jobs(text, tmp_path / "runs"):
             try:
                 spec = starter(name).spec(job)

@@ -40,7 +40,7 @@ def launch(
         str | None,
         typer.Option(
             metavar="NAME",
-            help=f"Who starts the ranks: {listed(LAUNCHERS.names)}. "
+            help=f"Who starts the ranks: {listed([*LAUNCHERS])}. "
             "Default: launch.launcher (local).",
         ),
     ] = None,

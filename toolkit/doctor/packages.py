@@ -65,7 +65,7 @@ def _of_every_installation() -> Iterator[Package]:
 def _of_choices() -> Iterator[Package]:
     """Packages that some recipes need: launchers, optimizers, trackers, kernels, object
     stores."""
-    launchers = (LAUNCHERS[name].packages for name in LAUNCHERS.names)
+    launchers = (launcher.packages for launcher in LAUNCHERS.values())
     kinds = (OPTIMIZERS[name].packages for name in OPTIMIZERS.names)
     for texts in (*launchers, *kinds):
         for text, module in texts.items():

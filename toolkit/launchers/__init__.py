@@ -7,8 +7,6 @@ other half, a `Starter` (launchers/base.py), is imported when ranks are started.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from toolkit.registry import Registry
-
 
 @dataclass(frozen=True)
 class Launcher:
@@ -39,6 +37,7 @@ class Launcher:
 
 
 _SLURM_CLIENT = "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster"
+INSTALL_RAY = "pip install 'ray>=2.60'"
 
 LOCAL = Launcher(
     "local",
@@ -53,16 +52,23 @@ SLURM = Launcher(
     renders=True,
     programs=dict.fromkeys(("sbatch", "srun"), _SLURM_CLIENT),
 )
-
-LAUNCHERS: Registry[Launcher] = Registry(
-    "",
-    {
-        "local": "toolkit.launchers:LOCAL",
-        "slurm": "toolkit.launchers:SLURM",
-        "kubernetes": "toolkit.extras.launchers:KUBERNETES",
-        "ray": "toolkit.extras.launchers:RAY",
-    },
+KUBERNETES = Launcher(
+    "kubernetes",
+    "toolkit.extras.launchers.kubernetes:KubernetesStarter",
+    here=False,
+    same_files=False,
+    renders=True,
+    programs={"kubectl": "install it as described in https://kubernetes.io/docs/tasks/tools"},
 )
+RAY = Launcher(
+    "ray",
+    "toolkit.extras.launchers.ray:RayStarter",
+    here=False,
+    elastic=True,
+    packages={"ray": "ray"},
+    programs={"ray": INSTALL_RAY},
+)
+LAUNCHERS = {launcher.name: launcher for launcher in (LOCAL, SLURM, KUBERNETES, RAY)}
 """Every launcher by its name."""
 
 

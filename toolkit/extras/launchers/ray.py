@@ -27,8 +27,8 @@ from toolkit.errors import (
     EXIT_UNAVAILABLE,
     BackendUnavailable,
 )
-from toolkit.extras.launchers import INSTALL_RAY
 from toolkit.intake.load import load_recipe
+from toolkit.launchers import INSTALL_RAY
 from toolkit.launchers.base import (
     DMT,
     NODE_ADDRESS,
