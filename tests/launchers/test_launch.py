@@ -14,6 +14,8 @@ from tests.launchers.watching import WarmProcess, alive
 from tests.needs import NAMESPACES, require
 from tests.processes import wait_until
 from toolkit.launchers.outcome import RankExit, report_failure
+from toolkit.run import jsonl
+from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST
 
 
@@ -175,13 +177,16 @@ LOST, HUNG, KILLED, ABORTED = PEER_LOST, "hang: nothing done for 5 s", -9, -6
 )
 def test_a_rank_that_lost_another_is_not_the_cause(tmp_path, capsys, cause, told, seen, named):
     ranks = (cause, 1 - cause)
-    with (tmp_path / "events.jsonl").open("a") as events:
+    run = RunDirectory(tmp_path)
+    with run.events.open("a") as events:
         for rank, error in zip(ranks, told, strict=True):
             if error is not None:
                 event = {"kind": "end", "rank": rank, "exit_code": 4, "error": error}
                 events.write(json.dumps(event) + "\n")
     exits = [RankExit(r, code) for r, code in zip(ranks, seen, strict=True) if code is not None]
-    _, reason = report_failure(tmp_path, 0, sorted(exits, key=lambda one: one.rank))
+    _, reason = report_failure(
+        run, jsonl.read(run.events), sorted(exits, key=lambda one: one.rank)
+    )
     assert reason == f"rank {cause} {named}"
     # Rank 0 has the terminal: what it wrote, it said itself.
     silent = cause == 0 and told[0] is not None

@@ -14,7 +14,7 @@ from tests.processes import HANG_S, wait_until
 from tests.warm import WarmPython
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import hang_of, hangs_after
+from toolkit.run.ending import hang_of
 
 RANK = Path(__file__).with_name("watched_rank.py")
 LIMIT_S = 5.0
@@ -55,7 +55,7 @@ class Ranks:
 
     def hangs(self) -> dict[int, dict[str, Any]]:
         """The event of each rank, which has one at most."""
-        events = hangs_after(self.run.path, 0)
+        events = [event for event in jsonl.read(self.run.events) if event["kind"] == "hang"]
         found = {event["rank"]: event for event in events}
         assert len(found) == len(events)
         return found
@@ -155,7 +155,7 @@ def test_a_hang_of_a_thousand_ranks_has_a_word(tmp_path):
     for event in reversed(events):
         jsonl.append(RunDirectory(tmp_path).events, event)
     began = time.monotonic()
-    hang = hang_of(hangs_after(tmp_path, 0), range(1024))
+    hang = hang_of(jsonl.read(RunDirectory(tmp_path).events), range(1024))
     assert time.monotonic() - began < 5
     assert hang.ranks == [700]
     assert hang.message == (

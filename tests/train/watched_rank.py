@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.train import watchdog as module
 from toolkit.train.watchdog import WAITING, Marks
@@ -61,8 +60,7 @@ def misbehave() -> None:
 
 meet("start")  # a rank that waits for slow imports of another one would hang, for a marks
 with Marks(rank) as marks:
-    offset = events_offset(run.path)
-    marks.watch(run, world, limit_s, offset)
+    marks.watch(run, world, limit_s, EventLog(run.events))
     if behaviour == "begin" and rank == int(chosen):
         misbehave()
     meet("begin")

@@ -15,10 +15,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import (
@@ -52,10 +52,9 @@ from toolkit.launchers.outcome import (
 )
 from toolkit.launchers.process import POLL_S, StopRequested, StopSignals
 from toolkit.launchers.ranks import RankWatch
-from toolkit.run import jsonl
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import cause_of, events_offset
+from toolkit.run.ending import cause_in
 from toolkit.run.events import EventLog
 from toolkit.text.terminal import tell
 
@@ -88,7 +87,8 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     for name in _TALKATIVE:
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    run, offset = RunDirectory(spec.run_dir), events_offset(spec.run_dir)
+    run = RunDirectory(spec.run_dir)
+    events = EventLog(run.events)
     agent: Agent | None = None
     try:
         handler = _interruptible(lambda: get_rendezvous_handler(_parameters(meeting)), signals)
@@ -103,17 +103,17 @@ def run_agent(spec: LaunchSpec, meeting: Meeting, signals: StopSignals) -> int:
     except (OSError, RendezvousError, DistError) as error:
         if not meeting.several:
             raise
-        return _without_the_others(run, offset, error)
+        return _without_the_others(events.new(), error)
 
 
-def _without_the_others(run: RunDirectory, offset: int, error: Exception) -> int:
+def _without_the_others(events: Sequence[Mapping[str, Any]], error: Exception) -> int:
     """The exit code of a run whose other machines have left or did not come."""
-    ends = [one for one in jsonl.read(run.events, offset) if one["kind"] in ("start", "end")]
+    ends = [one for one in events if one["kind"] in ("start", "end")]
     code = ends[-1].get("exit_code") if ends else None
     if code in (EXIT_DONE, EXIT_RESUMABLE):
         return int(code)
-    if cause := cause_of(run.path, offset):
-        tell(f"error: the run has failed: {cause}")
+    if cause := cause_in(events):
+        tell(f"error: the run has failed: {cause['error']}")
         # A code that is never started again is that of the run, whichever rank ended last.
         codes = [one.get("exit_code") for one in ends]
         return next((int(one) for one in codes if one in USER_CODES), EXIT_FAILED)
@@ -180,9 +180,9 @@ class Agent(SimpleElasticAgent):
         """The last one of this machine's ranks."""
         self._spec, self._signals, self._several = spec, signals, meeting.several
         self._directory = RunDirectory(spec.run_dir)
+        self._events = EventLog(self._directory.events)
         self._newest = newest_step(self._directory)
         self._watch: RankWatch | None = None
-        self._offset = 0
         self.met: set[Any] = set()
         """The machines in the last meeting."""
         self._failed = False
@@ -223,9 +223,8 @@ class Agent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Start this machine's ranks, each with its place."""
-        self._offset = events_offset(self._directory.path)
         if self._restart and not self._several:  # where there are several, rank 0 writes it
-            self._write("restart", **self._restart)
+            self._events.write("restart", **self._restart)
         self._restart = {}
         self._watch = RankWatch(self._placed(worker_group), self._signals)
         return {worker.local_rank: worker.global_rank for worker in worker_group.workers}
@@ -275,21 +274,22 @@ class Agent(SimpleElasticAgent):
             if not self._lost_a_machine():
                 return RunResult(WorkerState.HEALTHY)
         elif set(watch.codes()) == {EXIT_DONE} or not self._resizing():
-            return self._ended(*watch.outcome(), worker_group)
+            return self._ended(watch, worker_group)
         self._restart_workers(worker_group)
         return RunResult(WorkerState.HEALTHY)
 
-    def _ended(self, code: int, how: str, worker_group: WorkerGroup) -> RunResult:
+    def _ended(self, watch: RankWatch, worker_group: WorkerGroup) -> RunResult:
         """Tell torch how to go on after the end of this machine's ranks."""
-        self.exit_code = code
+        self.exit_code, how = watch.outcome()
+        code = self.exit_code
         if code in (EXIT_DONE, EXIT_RESUMABLE):
             values = {worker.global_rank: None for worker in worker_group.workers}
             return RunResult(WorkerState.SUCCEEDED, return_values=values)
         self._failed = True
-        events = jsonl.read(self._directory.events, self._offset)
+        events = watch.events.new()
         reason, step = failure_reason(events, how), newest_step(self._directory)
         if not self._several:
-            self._write("failure", exit_code=code, reason=reason)
+            self._events.write("failure", exit_code=code, reason=reason)
         most = worker_group.spec.max_restarts
         if step > self._newest:
             self._newest, self._remaining_restarts = step, most
@@ -307,9 +307,6 @@ class Agent(SimpleElasticAgent):
             fields = {"attempt": attempt, "reason": reason, "from_step": step}
             self._restart = {"time": time.time(), **fields}
         return RunResult(WorkerState.FAILED)
-
-    def _write(self, kind: Literal["failure", "restart"], **fields: Any) -> None:
-        EventLog(self._directory.events).write(kind, **fields)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Before a machine joins, let the ranks save. Kill what is left."""

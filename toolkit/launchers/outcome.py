@@ -12,9 +12,8 @@ from toolkit.errors import (
     EXIT_UNAVAILABLE,
     EXIT_USER_ERROR,
 )
-from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST, cause_in, cause_of, hang_of
+from toolkit.run.ending import PEER_LOST, cause_in, hang_of
 from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
 
@@ -42,14 +41,15 @@ class RankExit:
         return f"rank {self.rank} was killed by {name}"
 
 
-def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> tuple[int, str]:
+def report_failure(
+    run: RunDirectory, events: Sequence[Mapping[str, Any]], seen: Sequence[RankExit]
+) -> tuple[int, str]:
     """Name the failed rank and show the end of its log. Return exit code and reason.
 
-    Rank 0 has the terminal, so its output is not printed again. `offset` is where the events of
-    this launch begin. `seen` holds the ranks that were seen to fail first. A rank that failed
-    only because it lost a peer is not blamed. It is named only if no other cause is known.
+    Rank 0 has the terminal, so its output is not printed again. `events` are those of this
+    launch. `seen` holds the ranks that were seen to fail first. A rank that failed only because
+    it lost a peer is not blamed. It is named only if no other cause is known.
     """
-    events = jsonl.read(RunDirectory(run_dir).events, offset)
     causes = [rank for rank in seen if not _lost_another(events, rank)]
     # NCCL's own thread aborts a rank that lost another: a rank that failed differently is the
     # cause.
@@ -59,10 +59,11 @@ def report_failure(run_dir: Path, offset: int, seen: Sequence[RankExit]) -> tupl
     outcome = code, failed.describe()
     if failed.rank == 0 and (failed.code in USER_CODES or _told(events, failed)):
         return outcome
-    log = RunDirectory(run_dir).rank_log(failed.rank)
+    log = run.rank_log(failed.rank)
     if failed.code in USER_CODES and _told(events, failed):
-        if not _lost_another(events, RankExit(0, failed.code)):  # otherwise rank 0 has shown it
-            tell(f"error: {cause_of(run_dir, offset)}")
+        cause = cause_in(events)
+        if cause and not _lost_another(events, RankExit(0, failed.code)):  # who has shown it
+            tell(f"error: {cause['error']}")
         tell(f"{failed.describe()}; its log is {log}")
         return outcome
     tail = log_tail(log)

@@ -22,7 +22,7 @@ from toolkit.launchers.process import (
     show_stacks,
 )
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset
+from toolkit.run.events import EventLog
 from toolkit.text.redact import copy_to_log
 from toolkit.text.terminal import tell
 
@@ -109,7 +109,8 @@ class RankWatch(RankProcesses):
 
     def __init__(self, spec: LaunchSpec, signals: StopSignals) -> None:
         self._spec, self._signals = spec, signals
-        self._offset = events_offset(spec.run_dir)
+        self._run = RunDirectory(spec.run_dir)
+        self.events = EventLog(self._run.events)
         self._stopping = False
         self._failed: list[RankExit] = []
         self._deadline = Deadline()
@@ -150,7 +151,7 @@ class RankWatch(RankProcesses):
             seen = [*seen, *(RankExit(rank, -SIGKILL) for rank in killed)]
         if ranks[0] == 0 and codes[0] in USER_CODES and codes[0] == seen[0].code:
             seen = [RankExit(0, codes[0])]  # found by all ranks, reported by this one
-        return report_failure(self._spec.run_dir, self._offset, seen)
+        return report_failure(self._run, self.events.new(), seen)
 
     def _note_failure(self) -> None:
         """Record the ranks that failed first, and terminate the others."""

@@ -15,9 +15,9 @@ from toolkit.plan.dimensions import layout_text
 from toolkit.plan.ledger import LedgerEntry, ledger
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
-from toolkit.run import jsonl
 from toolkit.run.comparison import differences
 from toolkit.run.directory import RunDirectory
+from toolkit.run.events import EventLog
 from toolkit.run.trackers import trackers_line
 from toolkit.text.terminal import tell
 
@@ -44,10 +44,10 @@ def show_run_directory(run: RunDirectory) -> None:
     tell(f"run directory {short(run.path)}")
 
 
-def show_results(run: RunDirectory, offset: int, *, done: bool) -> None:
+def show_results(run: RunDirectory, events: EventLog, *, done: bool) -> None:
     """What this start measured next to the plan's prediction. For a run that is `done`, where
-    everything is. `offset` in events.jsonl is where this start began."""
-    for event in jsonl.read(run.events, offset):
+    everything is."""
+    for event in events.new():
         if event.get("kind") == "prediction":
             for quantity, text in differences(event):
                 tell(f"{quantity:<12} {text}")

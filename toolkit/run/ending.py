@@ -3,11 +3,7 @@
 import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-from toolkit.run import jsonl
-from toolkit.run.directory import RunDirectory
 
 STACKS_SIGNAL = signal.SIGUSR2
 """On this signal, a training rank writes the stacks of all its threads to its log and
@@ -16,18 +12,6 @@ PEER_LOST = "lost contact with another rank, whose message or log has the reason
 """A rank's message about a failure that started elsewhere."""
 _MOST_NAMED = 8
 """Ranks, or places in the code, that a message lists."""
-
-
-def events_offset(run_dir: Path) -> int:
-    """Return the current end of events.jsonl: later events belong to this launch."""
-    events = RunDirectory(run_dir).events
-    return events.stat().st_size if events.exists() else 0
-
-
-def cause_of(run_dir: Path, offset: int) -> str | None:
-    """The error of the first rank that failed by itself, in events after `offset`."""
-    cause = cause_in(jsonl.read(RunDirectory(run_dir).events, offset))
-    return None if cause is None else str(cause["error"])
 
 
 def cause_in(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
@@ -44,12 +28,6 @@ class Hang:
     """The silent ranks. If none is silent, those behind the others. Empty if all wait in the
     same step, where their lines distinguish them."""
     message: str
-
-
-def hangs_after(run_dir: Path, offset: int) -> list[dict[str, Any]]:
-    """The `hang` events of a start. `offset`: see `events_offset`."""
-    events = jsonl.read(RunDirectory(run_dir).events, offset)
-    return [event for event in events if event.get("kind") == "hang"]
 
 
 def hang_of(hangs: Sequence[Mapping[str, Any]], ranks: Iterable[int]) -> Hang:

@@ -73,8 +73,16 @@ class EventLog:
     - `step` (optimizer steps done) in every event that belongs to a step.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, begins: int | None = None) -> None:
+        """`begins`: the byte at which the events of this launch begin. Default: the end of the
+        file as it is."""
         self.path = path
+        size = path.stat().st_size if path.exists() else 0
+        self.begins = size if begins is None else begins
+
+    def new(self) -> list[dict[str, Any]]:
+        """The events of this launch. Raises OSError."""
+        return jsonl.read(self.path, self.begins)
 
     def write(self, kind: EventKind, **fields: Any) -> None:
         """Append the event with the present time (UTC, ISO 8601), unless `time` is given in

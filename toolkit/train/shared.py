@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from toolkit.engines.distributed import Ranks
 from toolkit.run.assignment import Assignment
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.train.all_ranks import AllRanks
 from toolkit.train.progress import Progress
@@ -27,7 +26,6 @@ class Worker:
         """Whether this is rank 0, which writes the run's own files."""
         self.directory = RunDirectory(assignment.run_dir)
         self.events = EventLog(self.directory.events)
-        self.events_before = events_offset(self.directory.path)
         self.stop = StopRequest()
         self.split = BatchSplit(self.plan.layout)
         self.progress = Progress()
@@ -35,4 +33,4 @@ class Worker:
         self.at_end = ExitStack()
         """Closed after the `end` event is written, which W&B reads."""
         limit_s = self.recipe.launch.hang_timeout_s
-        marks.watch(self.directory, ranks.world, limit_s, self.events_before)
+        marks.watch(self.directory, ranks.world, limit_s, self.events)

@@ -28,7 +28,7 @@ from toolkit.data.progress import Item
 from toolkit.errors import EXIT_FAILED
 from toolkit.models.weights import WeightSource
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import STACKS_SIGNAL, hang_of, hangs_after
+from toolkit.run.ending import STACKS_SIGNAL, hang_of
 from toolkit.run.events import EventLog, process_age_s
 from toolkit.text.terminal import printable, tell
 from toolkit.text.units import duration
@@ -100,7 +100,8 @@ class Marks:
         self._idle_s = 0.0
         self._run: RunDirectory | None = None
         """Where a hang is reported. None until `watch`."""
-        self._world, self._offset = 1, 0
+        self._world = 1
+        self._events: EventLog | None = None
         self._step_limit_s = START_LIMIT_S
         self._starting = True
         self._log: IO[str] = sys.__stderr__ or sys.stderr
@@ -126,15 +127,15 @@ class Marks:
             faulthandler.unregister(STACKS_SIGNAL)
             self._log.close()
 
-    def watch(self, run: RunDirectory, world: int, limit_s: float, offset: int) -> None:
+    def watch(self, run: RunDirectory, world: int, limit_s: float, events: EventLog) -> None:
         """Take the time limit of a run's steps, and report in its files from now on.
 
-        `limit_s` is `launch.hang_timeout_s`. `offset`: see `events_offset`.
+        `limit_s` is `launch.hang_timeout_s`.
         """
         run.logs.mkdir(parents=True, exist_ok=True)
         self._log = run.rank_log(self._rank).open("a", encoding="utf-8")
         faulthandler.register(STACKS_SIGNAL, file=self._log, all_threads=True)
-        self._world, self._offset = world, offset
+        self._world, self._events = world, events
         self._step_limit_s = limit_s
         self._run = run
         self._postpone()
@@ -229,7 +230,8 @@ class Marks:
     def _hangs(self) -> list[dict[str, Any]]:
         """The `hang` events of this start."""
         with suppress(OSError):
-            return hangs_after(self._run.path, self._offset) if self._run else []
+            events = self._events.new() if self._events else []
+            return [event for event in events if event.get("kind") == "hang"]
         return []
 
     def _end_hung(self) -> None:
@@ -276,8 +278,8 @@ class Marks:
         last_resort.start()
 
     def _write(self, kind: Any, **fields: Any) -> None:
-        if self._run is not None:
-            EventLog(self._run.events).write(kind, rank=self._rank, step=self.step, **fields)
+        if self._events is not None:
+            self._events.write(kind, rank=self._rank, step=self.step, **fields)
 
     def _dump(self) -> None:
         """Write the stacks, and NCCL's last collectives where it has any."""

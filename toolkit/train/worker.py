@@ -27,7 +27,7 @@ from toolkit.run.announce import show_results
 from toolkit.run.assignment import Assignment, assign, read_assignment
 from toolkit.run.claim import claim
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST, cause_of
+from toolkit.run.ending import PEER_LOST, cause_in
 from toolkit.run.rank_log import setup_rank_logging
 from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import survive_lost_output, tell
@@ -108,8 +108,8 @@ def _guarded(make_assignment: Callable[[Ranks], Assignment]) -> int:
         code, message = _failure(error)
         cause = None
         if worker is not None and message == PEER_LOST:
-            cause = cause_of(worker.directory.path, worker.events_before)
-        tell(f"error: {cause or message}")
+            cause = cause_in(worker.events.new())
+        tell(f"error: {message if cause is None else cause['error']}")
         if worker is not None:
             _fail(worker, error, code, message)
         return code
@@ -168,7 +168,7 @@ def _end(worker: Worker, code: int) -> int:
     worker.marks.close()
     worker.marks.hide()
     if worker.leads:
-        show_results(worker.directory, worker.events_before, done=code == EXIT_DONE)
+        show_results(worker.directory, worker.events, done=code == EXIT_DONE)
     return code
 
 

@@ -45,10 +45,8 @@ from toolkit.launchers.process import (
     die_with_parent,
 )
 from toolkit.recipe.schema import Recipe
-from toolkit.run import jsonl
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import events_offset
 from toolkit.run.events import EventLog
 from toolkit.system.interpreter import python, safe_path
 from toolkit.text.redact import copy_to_log
@@ -81,7 +79,8 @@ class RayStarter:
     def run(self, spec: LaunchSpec, signals: StopSignals) -> int:
         """Start the driver and wait. See Starter. A request to stop reaches every machine's
         agent."""
-        offset, output = events_offset(spec.run_dir), _AgentOutput(RunDirectory(spec.run_dir))
+        run = RunDirectory(spec.run_dir)
+        events, output = EventLog(run.events), _AgentOutput(run)
         code: int | None = None
         with _driver(spec) as driver:
             stopping = False
@@ -98,8 +97,7 @@ class RayStarter:
             code = EXIT_FAILED
             tell("error: the ranks were killed, as requested")
         elif how := _untold_end(code):
-            events = jsonl.read(RunDirectory(spec.run_dir).events, offset)
-            trained = any(event["kind"] == "start" for event in events)
+            trained = any(event["kind"] == "start" for event in events.new())
             waited = stopping and not trained
             code = EXIT_RESUMABLE if waited else EXIT_FAILED
             tell(_NOT_TRAINING if waited else f"error: Ray's driver ended: {how}")
@@ -181,7 +179,7 @@ def _train(given: Mapping[str, Any]) -> int:
     machines = recipe.launch.most_nodes(cluster.nodes)
     config = {
         **given,
-        "offset": events_offset(run.path),
+        "offset": EventLog(run.events).begins,
         "folder": str(Path.cwd()),
         "env": {**settings_here(), **given["env"]},
     }
@@ -324,7 +322,7 @@ class RayMachine:
 
         config, run = self._config, RunDirectory(Path(self._config["run_dir"]))
         address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
-        kinds = [event["kind"] for event in jsonl.read(run.events, config["offset"])]
+        kinds = [event["kind"] for event in EventLog(run.events, config["offset"]).new()]
         starts = max(kinds.count("start"), kinds.count("failure"))  # some die before theirs
         meeting = config.get("meeting")
         set_by_ray = ["--set", f"launch.rendezvous={meeting}"] if meeting else []
