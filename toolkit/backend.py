@@ -23,7 +23,7 @@ from toolkit.plan.cost.engine import EngineCost
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
 from toolkit.recipe.dump import dump
-from toolkit.recipe.schema import Recipe, ZeroSection
+from toolkit.recipe.schema import Recipe
 from toolkit.registry import ENGINES, Registry
 
 ANY = 65536
@@ -181,11 +181,6 @@ class Backend:
     def operators(self, config: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the operators that `prepare` would compile."""
         return ()
-
-    def reduce_bytes(self, zero: ZeroSection) -> float | None:
-        """Bytes per gradient element on the wire, where a configuration of the user's own
-        states its type. None: the engine's own choice."""
-        return None
 
     def refusal(self, job: PlanRequest, model: ModelName) -> Problem | None:
         """Why the engine cannot train this model at all, with the nearest way out."""

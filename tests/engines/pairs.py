@@ -29,7 +29,7 @@ from toolkit.rehearse.layouts import STANDARD
 from toolkit.rehearse.reference import plain_run
 from toolkit.rehearse.worker import small_run
 from toolkit.run.assignment import decide
-from toolkit.train.split import with_shares
+from toolkit.train.shared import with_shares
 
 Settings = dict[str, Any]
 

@@ -1,10 +1,8 @@
 """Step time: formulas by hand, limits of the roofline, what must never slow a run down, and a
 few published runs."""
 
-import json
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from toolkit.plan.cost.time import StepTime, step_time
 from toolkit.plan.cost.traffic import Links, links, update_symbols
 from toolkit.plan.cost.workload import Setup, Workload, workload_of
 from toolkit.plan.hardware.cluster import Cluster, default_cluster, parse_cluster
-from toolkit.plan.planner import explore
 from toolkit.plan.request import PlanRequest
 
 
@@ -325,34 +322,6 @@ def test_stage_2_reduces_every_micro_batch_and_stage_1_once(engine: str) -> None
     )
     assert two["waiting_reduce"] == pytest.approx(4 * one["waiting_reduce"])
     assert two["waiting_gather"] == one["waiting_gather"]
-
-
-@pytest.mark.parametrize(
-    ("engine", "stated", "nbytes"),
-    [
-        ("deepspeed", "bf16", 2),
-        ("deepspeed", "fp32", 4),
-        ("deepspeed", None, None),
-        # megatron-core's `grad_reduce_in_fp32` is always on, so fp16 saves no traffic.
-        ("megatron", None, None),
-        ("fsdp", None, None),
-    ],
-)
-def test_what_gradients_are_reduced_in(
-    engine: str, stated: str | None, nbytes: int | None, tmp_path: Path
-) -> None:
-    """A DeepSpeed file of one's own states it; otherwise 4 bytes, in fp16 too."""
-    settings = {"parallel__engine": engine, "cluster__gpu": "v100-32gb", "cluster__nodes": 2}
-    settings |= {"training__precision": "fp16", "training__global_batch_size": 16}
-    file = tmp_path / "own.json"
-    file.write_text(json.dumps({"communication_data_type": stated} if stated else {}))
-    zero = {"stage": 2, "config": str(file)} if engine == "deepspeed" else {}
-    found, plain = (
-        explore(recipe(**settings, parallel__zero=one))
-        for one in (zero, {key: zero[key] for key in zero if key == "stage"})
-    )
-    assert found.best.setup.workload.reduce_bytes == nbytes
-    assert (found.best.step_s < plain.best.step_s) == (nbytes == 2)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:3], ids=str)

@@ -27,10 +27,8 @@ from toolkit.recipe.schema import (
 )
 from toolkit.run.directory import RunDirectory
 from toolkit.train.loop import StepReport, TrainingRun
-from toolkit.train.progress import Progress
-from toolkit.train.signals import StopRequest
-from toolkit.train.split import BatchSplit
-from toolkit.train.step_reduction import StepReduction
+from toolkit.train.shared import BatchSplit, Progress
+from toolkit.train.step_reduction import StepReduction, StopRequest
 
 VOCABULARY = 8
 STEPS = 40

@@ -5,8 +5,7 @@ import signal
 import time
 
 from toolkit.engines.distributed import join, leave
-from toolkit.train.signals import StopRequest
-from toolkit.train.step_reduction import StepReduction
+from toolkit.train.step_reduction import StepReduction, StopRequest
 
 
 def last_step(signalled: int, in_step: int) -> int:

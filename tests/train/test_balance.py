@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from toolkit.layout import Layout
 from toolkit.train.balance import apportion, delays_of, measure, speeds_of
-from toolkit.train.split import BatchSplit, with_shares
+from toolkit.train.shared import BatchSplit, with_shares
 
 SPEEDS = st.lists(st.floats(0.1, 10), min_size=1, max_size=4)
 
@@ -32,15 +32,9 @@ def test_a_data_parallel_rank_is_as_fast_as_its_slowest_rank() -> None:
     layout = Layout(dp=2, tp=2, pp=2)
     rates = (4.0, 4.0, 4.0, 4.0, 4.0, 1.0, 4.0, 4.0)
     assert speeds_of(rates, layout) == [1.0, 4.0]
-    delays = delays_of(rates, layout)
+    delays = delays_of(rates)
     assert delays[5] == 4.0 and {*delays[:5], *delays[6:]} == {1.0}
-
-
-def test_a_rank_that_has_less_to_do_is_no_straggler() -> None:
-    uneven = with_shares(Layout(dp=2, micro_batch=3, gradient_accumulation=2), (4, 2))
-    assert delays_of((2.0, 1.0), uneven) == [1.0, 1.0]
-    chunks = Layout(dp=2, pp=2, vpp=2, stages=(3, 1, 1, 1))
-    assert delays_of((4.0, 4.0, 2.0, 2.0), chunks) == [1.0, 1.0, 1.0, 1.0]
+    assert delays_of((4.0, 2.0)) == [0.5, 2.0]
 
 
 def test_a_split_changes_from_a_step_on_and_continues() -> None:

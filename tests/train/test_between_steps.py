@@ -14,8 +14,8 @@ from toolkit.layout import Layout
 from toolkit.recipe.schema import EvaluationSection, ScheduleSection, TrainingSection
 from toolkit.run.directory import RunDirectory
 from toolkit.train.loop import StepReport, TrainingRun
-from toolkit.train.progress import Progress
 from toolkit.train.reporter import MarkedBatches
+from toolkit.train.shared import Progress
 
 
 def test_each_validation_batch_is_a_mark() -> None:

@@ -1,5 +1,6 @@
 """The loop, with the fake engine: order of events, resuming, stopping."""
 
+import itertools
 import math
 import statistics
 from contextlib import suppress
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engines.fake import FakeEngine
 from tests.train.fake_runs import (
@@ -28,7 +30,8 @@ from toolkit.data.tokenized import TokenizedData
 from toolkit.errors import RunFailed, Stopped
 from toolkit.recipe.batch_sizes import BatchSizes
 from toolkit.recipe.schema import GuardSection
-from toolkit.train.progress import Progress
+from toolkit.train.loop import seed_dropout
+from toolkit.train.shared import Progress
 from toolkit.train.step_reduction import StepReduction
 
 
@@ -102,6 +105,17 @@ def test_ranks_draw_other_dropout_for_other_tokens(
     for rank in range(4):
         run(replace(job(dataset, FakeEngine(VOCABULARY), 1), layout=layout), rank=rank)
     assert drawn == [(1, 0, 0), (1, 0, 0), (1, 0, 1), (1, 0, 1)]
+
+
+def drawn(*place: int) -> float:
+    seed_dropout(*place)
+    return torch.rand(()).item()
+
+
+def test_dropout_has_a_stream_for_each_seed_step_and_rank() -> None:
+    places = [*itertools.product((1, 2), (0, 1), (0, 1))]
+    assert len({drawn(*place) for place in places}) == len(places)
+    assert drawn(1, 0, 1) == drawn(1, 0, 1)
 
 
 class TwoTensorRanks(StepReduction):

@@ -29,7 +29,7 @@ from toolkit.data.rows import Row
 from toolkit.engines.base import StepResult
 from toolkit.errors import DataError
 from toolkit.train.prefetch import Prefetch
-from toolkit.train.progress import Progress
+from toolkit.train.shared import Progress
 
 PER_STEP = LAYOUT.global_batch
 PATIENCE_S = 20.0

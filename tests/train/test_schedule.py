@@ -17,8 +17,7 @@ from transformers import (
 
 from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.recipe.schema import PlateauSection, ScheduleSection
-from toolkit.train.plateau import after_validation
-from toolkit.train.schedule import learning_rate
+from toolkit.train.schedule import after_validation, learning_rate
 
 PEAK = 1.0
 

@@ -9,7 +9,7 @@ import pytest
 from tests.forked import run_ranks
 from tests.train.stop_rank import last_step
 from toolkit.system.handlers import STOP_SIGNALS
-from toolkit.train.signals import StopRequest
+from toolkit.train.step_reduction import StopRequest
 
 
 def raise_here(number: signal.Signals) -> None:

@@ -21,7 +21,7 @@ from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules import models as model_rules
 from toolkit.plan.search import Search, search
-from toolkit.recipe.schema import AdapterSection, OptimizerSection
+from toolkit.recipe.schema import AdapterSection
 
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """How many times as many nodes are tried."""
@@ -162,10 +162,7 @@ def _sacrifices(job: PlanRequest) -> Iterator[list[tuple[str, Changes]]]:
         yield [("speed: states on NVMe", {"parallel.zero.nvme_path": NVME})]
     for name, kind in OPTIMIZERS.items() if job.adapter is None else ():
         if kind.gives_up and job.optimizer.kind.whole is None:
-            fields = OptimizerSection.model_fields
-            unused = {f"optimizer.{key}": fields[key].default for key in kind.unused}
-            given = {key: new for key, new in unused.items() if attrgetter(key)(job) != new}
-            yield [(kind.gives_up, {"optimizer.name": name, **given})]
+            yield [(kind.gives_up, {"optimizer.name": name})]
     length, shorter = job.training.sequence_length, []
     while length % 2 == 0 and length // 2 >= SHORTEST:
         length //= 2

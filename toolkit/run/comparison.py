@@ -31,9 +31,9 @@ class RunMeasurement:
     """Median of its steps, without the first one where there are more."""
     steps: int
     """How many that are."""
-    memory_gib: float | None
+    memory_gib: float | None = None
     """Peak of the allocator on the fullest device. None on CPU, where it is not measured."""
-    process_gib: float | None
+    process_gib: float | None = None
     """On CPU: peak of the largest process as a whole, Python and its libraries included."""
     reserved_gib: float | None = None
     """Peak of what the allocator took from the fullest device."""

@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from toolkit.layout import Layout
 from toolkit.plan.estimate import estimate_plan
-from toolkit.train.shared import Worker
-from toolkit.train.split import with_shares
+from toolkit.train.shared import Worker, with_shares
 
 PROBE_S = 0.5
 """Seconds of computing at a checkpoint: some periods of a scheduler that limits a process."""
@@ -69,17 +68,10 @@ def speeds_of(rates: Sequence[float], layout: Layout) -> list[float]:
     return found
 
 
-def delays_of(rates: Sequence[float], layout: Layout) -> list[float]:
-    """Each rank's time for its samples and layers divided by the median time of all ranks. With
-    two ranks, the other rank's time is the divisor."""
-    layers = layout.stages or (1,) * layout.pp
-    per_stage = [sum(layers[stage :: layout.pp]) for stage in range(layout.pp)]
-    own = [
-        per_stage[rank * layout.pp // layout.world]
-        * layout.micro_batches[layout.data_rank(rank)]
-        / rate
-        for rank, rate in enumerate(rates)
-    ]
+def delays_of(rates: Sequence[float]) -> list[float]:
+    """Each rank's time for a product divided by the median time of all ranks. With two ranks,
+    the other rank's time is the divisor."""
+    own = [1 / rate for rate in rates]
     middle = statistics.median(own)
     return [one / (middle if len(own) > 2 else sum(own) - one) for one in own]
 
@@ -147,15 +139,15 @@ class Balancer:
 
     def _stragglers(self, step: int, hosts: Sequence[str]) -> list[str]:
         """Report ranks that are slow in all measurements, each once until it recovers."""
-        layout, told = self.worker.split.layout, []
-        every = [delays_of(rates, layout) for _, rates in self._found]
+        told = []
+        every = [delays_of(rates) for _, rates in self._found]
         delays = dict(enumerate(zip(*every, strict=True)))
         slow = {rank for rank, each in delays.items() if min(each) >= SLOW}
         for rank in sorted(slow - self._named):
             ratio, since = statistics.median(delays[rank]), self._found[0][0]
             message = (
-                f"rank {rank} on {hosts[rank]} takes {ratio:.2f} times as long as the other "
-                f"ranks, since step {since} or before"
+                f"rank {rank} on {hosts[rank]} computes {ratio:.2f} times as slowly as the "
+                f"other ranks, since step {since} or before"
             )
             told.append(message)
             if self.worker.leads:

@@ -41,8 +41,8 @@ from toolkit.run.environment import environment_report
 from toolkit.run.events import EventLog
 from toolkit.text.terminal import tell
 from toolkit.train.all_ranks import PeerFailed
-from toolkit.train.progress import Progress
 from toolkit.train.schedule import learning_rate
+from toolkit.train.shared import Progress
 from toolkit.train.watchdog import Mark, Marks
 
 _Shapes = Mapping[str, tuple[int, ...]]

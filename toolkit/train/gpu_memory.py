@@ -44,35 +44,29 @@ def _held() -> str:
     )
 
 
-def peak_memory_gib(device: torch.device) -> float | None:
-    """Peak allocated device memory of the fullest rank, in GiB. None on CPU. Collective."""
-    if device.type != "cuda":
-        return None
-    return _most(device, torch.cuda.max_memory_allocated(device) / GIB)[0]
+def peaks(device: torch.device) -> dict[str, Any]:
+    """The memory fields of `RunMeasurement`, of the fullest rank. Collective.
 
-
-def beyond_allocated(device: torch.device) -> dict[str, Any]:
-    """Fields of `RunMeasurement`: what the allocator reserved and what is outside of it, GiB of
-    the fullest rank, and its retries, the most of a rank. None on CPU. Collective."""
+    On a GPU: peak allocated memory, what the allocator reserved, what is outside of it (GiB),
+    and the allocator's retries. On a CPU: the peak resident memory of a process.
+    """
     if device.type != "cuda":
-        return {}
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return {"process_gib": most(device, resident / GIB)[0]}
     free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.max_memory_reserved(device)
-    outside = total - free - torch.cuda.memory_reserved(device)
-    retries = torch.cuda.memory_stats(device)["num_alloc_retries"]
-    reserved_gib, outside_gib, times = _most(device, reserved / GIB, outside / GIB, retries)
-    return {"reserved_gib": reserved_gib, "outside_gib": outside_gib, "retries": int(times)}
+    *sizes, retries = most(
+        device,
+        torch.cuda.max_memory_allocated(device) / GIB,
+        torch.cuda.max_memory_reserved(device) / GIB,
+        (total - free - torch.cuda.memory_reserved(device)) / GIB,
+        torch.cuda.memory_stats(device)["num_alloc_retries"],
+    )
+    names = "memory_gib", "reserved_gib", "outside_gib"
+    return {**dict(zip(names, sizes, strict=True)), "retries": int(retries)}
 
 
-def peak_process_gib(device: torch.device) -> float | None:
-    """Peak resident memory of the largest process, in GiB. None on a GPU. Collective."""
-    if device.type != "cpu":
-        return None
-    return _most(device, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB)[0]
-
-
-def _most(device: torch.device, *values: float) -> list[float]:
+def most(device: torch.device, *values: float) -> list[float]:
     """The largest of each value on any rank. Collective."""
-    most = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    return most.tolist()
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 
 import torch
 
@@ -19,14 +20,12 @@ from toolkit.system.failpoints import failpoint
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
-from toolkit.train.dropout_seed import seed_dropout
-from toolkit.train.gpu_memory import beyond_allocated, peak_memory_gib, peak_process_gib
+from toolkit.train.gpu_memory import peaks
 from toolkit.train.loss_guard import StepGuard
-from toolkit.train.plateau import after_validation
 from toolkit.train.prefetch import Prefetch
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
 from toolkit.train.reporter import MarkedBatches, Reporter, mean_of
-from toolkit.train.schedule import learning_rate
+from toolkit.train.schedule import after_validation, learning_rate
 from toolkit.train.shared import Worker
 from toolkit.train.step_reduction import StepReduction
 
@@ -232,7 +231,7 @@ class TrainingRun:
             consumed_samples=self.progress.consumed_samples,
             consumed_tokens=self.progress.consumed_tokens,
             skipped=result.skipped is not None,
-            memory_gib=peak_memory_gib(self.worker.ranks.device),
+            memory_gib=peaks(self.worker.ranks.device).get("memory_gib"),
             metrics=result.metrics,
         )
 
@@ -322,14 +321,25 @@ class TrainingRun:
         """Write the plan's prediction next to what was measured. Collective."""
         if not self._seconds:
             return  # resumed at the end: there was nothing left to train
-        device, counted = self.worker.ranks.device, self._seconds[1:] or self._seconds
+        counted = self._seconds[1:] or self._seconds
         measured = RunMeasurement(
             step_time_s=statistics.median(counted),
             steps=len(counted),
-            memory_gib=peak_memory_gib(device),
-            process_gib=peak_process_gib(device),
-            **beyond_allocated(device),
+            **peaks(self.worker.ranks.device),
         )
         if self.reporter is not None:
             fields = event_fields(self.worker.assignment.prediction, measured)
             self.reporter.events.write("prediction", step=self.progress.step, **fields)
+
+
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Seed dropout on one rank (`Layout.token_rank`) in one step: a resumed run draws what it
+    would have drawn.
+
+    As `torch.manual_seed`, which formats a stack trace each time CUDA is not in use.
+    """
+    digest = blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(number)

@@ -62,11 +62,11 @@ class ReplicaOrder:
         return of_all[self.replica :: self.replicas]
 
 
-def place(settings: OuterSection) -> tuple[int, str]:
-    """The number of this replica and the address of torchft's lighthouse. Raises PlanError.
-
-    Rank 0's environment decides, so that all ranks of a replica train its samples.
-    """
+def place(settings: OuterSection | None) -> tuple[int, str] | None:
+    """The number of this replica and the address of torchft's lighthouse, as the environment
+    states them. None without `parallel.outer`. Raises PlanError."""
+    if settings is None:
+        return None
     lighthouse, replica = environ.get(_LIGHTHOUSE), environ.get(_REPLICA)
     if replica is None or lighthouse is None:
         raise PlanError(
@@ -98,12 +98,14 @@ class OuterEngine:
     trains, and the weights are those of that round plus what the update has changed.
     """
 
-    def __init__(self, engine: Engine, worker: Worker, steps: int) -> None:
+    def __init__(
+        self, engine: Engine, worker: Worker, steps: int, replica: int, lighthouse: str
+    ) -> None:
+        """`steps` are those of the whole run. For the others, see `place`."""
         settings = worker.recipe.parallel.outer
         assert settings is not None
         self._engine, self._worker, self._last = engine, worker, steps
-        self._settings = settings
-        self._replica, lighthouse = worker.together.rank_zero(lambda: place(settings))
+        self._settings, self._replica = settings, replica
         self._delayed = settings.overlap == "delayed"
         self._step = 0
         self._anchors = [_on_host(shard.get("weight")) for shard in self._shards()]

@@ -12,7 +12,7 @@ from toolkit.run.events import VALIDATION, EventLog
 from toolkit.run.metrics import Metrics, MetricsLog
 from toolkit.run.progress import ProgressReport
 from toolkit.run.tracker_thread import Trackers
-from toolkit.train.progress import Progress
+from toolkit.train.shared import Progress
 from toolkit.train.watchdog import Mark
 
 TRACKER_GRACE_S = 15.0

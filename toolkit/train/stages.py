@@ -28,8 +28,7 @@ from toolkit.run.progress import ProgressReport
 from toolkit.text.terminal import tell
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
-from toolkit.train.companions import companion_files, take_ends
-from toolkit.train.exporting import export_last
+from toolkit.train.exporting import companion_files, export_last, take_ends
 from toolkit.train.loop import TrainingRun
 from toolkit.train.outer import OuterEngine, ReplicaOrder, place
 from toolkit.train.reference import RunReference
@@ -47,6 +46,9 @@ class Stages(Worker):
     data: TrainingData
     steps: int
     """Steps of the whole run."""
+    replica: tuple[int, str] | None
+    """See `place`. Rank 0's environment decides, so that all ranks of a replica train its
+    samples."""
     checkpoints: RunCheckpoints
 
     def work(self) -> None:
@@ -61,8 +63,8 @@ class Stages(Worker):
             return
         reference = self._reference(found)
         engine = self._engine()
-        if self.recipe.parallel.outer is not None:
-            engine = cast(Engine, OuterEngine(engine, self, self.steps))
+        if self.replica is not None:
+            engine = cast(Engine, OuterEngine(engine, self, self.steps, *self.replica))
         if reference is not None:
             reference.compute(engine, self.plan.layout, self.marks)
         if found is not None:
@@ -89,8 +91,8 @@ class Stages(Worker):
 
     def _read_data(self) -> None:
         """Read config and data, and look at the checkpoints."""
-        recipe, together, outer = self.recipe, self.together, self.recipe.parallel.outer
-        together.rank_zero(lambda: None if outer is None else place(outer))
+        recipe, together = self.recipe, self.together
+        self.replica = together.rank_zero(lambda: place(recipe.parallel.outer))
         self.marks.begin("reading the data")
         self.config = config = together.run(lambda: hf.build_config(recipe.model))
         training, track = recipe.training, self.marks.track
@@ -215,8 +217,8 @@ class Stages(Worker):
         """The global batches of all steps, and the seed of the other random numbers."""
         training, outer = self.recipe.training, self.recipe.parallel.outer
         order, seed = self.data.order, training.seed
-        if outer is not None:
-            replica, _ = self.together.rank_zero(lambda: place(outer))
+        if outer is not None and self.replica is not None:
+            replica, _ = self.replica
             order = ReplicaOrder(order, outer.replicas, replica)
             seed += replica << 64  # other random numbers on each replica
         return GlobalBatches(samples, order, training.batches), seed

@@ -1,9 +1,34 @@
-"""A step's one reduction over all ranks: whether to stop, and what the next step divides by."""
+"""A step's one reduction over all ranks: whether to stop, because a signal has set the flag of
+a rank, and what the next step divides by."""
+
+import signal
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 
-from toolkit.train.signals import StopRequest
+from toolkit.launchers.process import StopSignals
+
+
+class StopRequest(StopSignals):
+    """Turns a signal of STOP_SIGNALS into a flag, while entered.
+
+    The third SIGINT raises KeyboardInterrupt, to exit if saving hangs. It must be entered in
+    the main thread, since Python delivers signals there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reason: str | None = None
+        """Name of the first signal that this rank received, e.g. `SIGTERM`."""
+        self.agreed = False
+        """Whether all ranks know that the run stops after this step, without a signal."""
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        super()._remember(number, frame)
+        self.reason = self.reason or signal.Signals(number).name
+        if number == signal.SIGINT and self.kill_requested:
+            raise KeyboardInterrupt
 
 
 class StepReduction:

@@ -7,7 +7,7 @@ from typing import Any
 from toolkit.backend import ANY, Backend, Rehearsed, Support
 from toolkit.engines.deepspeed import ops
 from toolkit.engines.deepspeed.accelerate import DeepSpeedInAccelerate
-from toolkit.engines.deepspeed.config import adopted, communication_bytes, render
+from toolkit.engines.deepspeed.config import adopted, render
 from toolkit.engines.deepspeed.keys import HPZ, LESS_EXACT
 from toolkit.errors import Problem
 from toolkit.layout import Layout, ModelName, Placement, Stage
@@ -15,7 +15,7 @@ from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
 from toolkit.plan.cost.stages import StageShare
 from toolkit.plan.plan import Plan
 from toolkit.plan.request import PlanRequest
-from toolkit.recipe.schema import Recipe, ZeroSection
+from toolkit.recipe.schema import Recipe
 from toolkit.text.dotted import get
 
 BUCKET = 1e8
@@ -180,10 +180,6 @@ class DeepSpeedBackend(Backend):
         found = {} if config is None else adopted(config)
         open_keys = (key for key in found if attrgetter(key)(recipe) == "auto")
         return recipe.with_values({key: found[key] for key in open_keys})
-
-    def reduce_bytes(self, zero: ZeroSection) -> float | None:
-        """Bytes of an element in `communication_data_type`."""
-        return None if zero.config is None else communication_bytes(zero.config)
 
     def render(self, recipe: Recipe, layout: Layout) -> dict[str, Any]:
         """`deepspeed.json`."""

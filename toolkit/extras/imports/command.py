@@ -38,7 +38,7 @@ from toolkit.run.directory import RunDirectory, refuse_other_run
 from toolkit.run.environment import environment_report
 from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
-from toolkit.train.companions import companion_files, take_ends
+from toolkit.train.exporting import companion_files, take_ends
 
 FORMATS = (deepspeed, dcp)
 """Modules with a TITLE, the FILES by which they are recognised, `matches` and `read`."""

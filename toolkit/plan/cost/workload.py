@@ -201,5 +201,4 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
         keeps_sent=on_cpus,
         attention="eager" if attention.whole_scores(job) else "fused",
         cudnn=kernel == "cudnn",
-        reduce_bytes=backend.reduce_bytes(job.parallel.zero),
     )
