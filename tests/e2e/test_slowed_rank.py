@@ -36,7 +36,7 @@ def test_samples_move_to_the_faster_rank(project: Project) -> None:
         for folder in (run_dir, project.folder / "even")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    (straggler,) = events(run_dir, "straggler")
+    straggler, _again = events(run_dir, "straggler")  # one of each start
     assert straggler["slow_rank"] == 1 and straggler["slower"] > 1.25
     said = " ".join(run(dmt("report", "moved"), project.folder).out.split())
     assert "rank 1 on" in said and f"[{fast}, {slow}] samples" in said
