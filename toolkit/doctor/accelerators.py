@@ -1,34 +1,40 @@
 """GPUs as torch sees them, the driver, and the communication libraries."""
 
 import json
-import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from toolkit.doctor.finding import Finding, ask, ask_python, is_installed, lacking
+from toolkit.doctor.finding import Finding, ask_python, is_installed, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.text.units import GIB
 
-OLDEST_DRIVER: Mapping[int, int] = {11: 450, 12: 525, 13: 580}
-"""Oldest driver for each major version of CUDA. Source:
-docs.nvidia.com/deploy/cuda-compatibility, minor versions."""
 BF16_CAPABILITY = (8, 0)
 """Least capability with bf16 units (Ampere). Older GPUs only emulate bf16."""
 
 _TORCH = """
 import json, torch, torch.distributed as dist
-cuda = torch.cuda
-seen = cuda.device_count() if cuda.is_available() else 0
-devices = [cuda.get_device_properties(i) for i in range(seen)]
+from torch.utils.collect_env import get_nvidia_driver_version, run
+cuda, devices, why = torch.cuda, [], ""
+try:
+    cuda.init()
+    devices = [cuda.get_device_properties(i) for i in range(cuda.device_count())]
+except Exception as error:
+    why = str(error).partition(". ")[0].rstrip(".")
 print(json.dumps({
+    "driver": get_nvidia_driver_version(run),
     "cuda": torch.version.cuda,
     "hip": torch.version.hip,
     "devices": [[d.name, d.total_memory, d.major, d.minor] for d in devices],
+    "why": why,
     "nccl": ".".join(map(str, cuda.nccl.version())) if dist.is_nccl_available() else None,
 }))
 """
+_KINDS = {"cuda": "CUDA", "hip": "ROCm"}
 _REINSTALL = "pip install --force-reinstall torch"
+_OLD_DRIVER = (
+    "install a newer NVIDIA driver, or from driver 525 on "
+    f"{_REINSTALL} --index-url https://download.pytorch.org/whl/cu128"
+)
 
 
 def check(needs: Needs) -> Iterator[Finding]:
@@ -43,9 +49,10 @@ def check(needs: Needs) -> Iterator[Finding]:
         )  # fmt: skip
         return
     torch = json.loads(answer.out.splitlines()[-1])
-    driver = _driver()
-    yield _driver_finding(torch, driver, needs)
-    yield from _devices(torch, driver, needs)
+    kinds = (f"{kind} {torch[key]}" for key, kind in _KINDS.items() if torch[key])
+    built = next(kinds, "CPUs")
+    yield Finding("driver", "ok", f"{torch['driver'] or 'none'}; torch is built for {built}")
+    yield from _devices(torch, needs)
     if torch["nccl"] is not None:
         yield Finding("NCCL", "ok", torch["nccl"])
     elif torch["devices"] or needs.gpu:
@@ -55,41 +62,10 @@ def check(needs: Needs) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _driver() -> str | None:
-    file = Path("/proc/driver/nvidia/version")
-    text = file.read_text(errors="replace") if file.is_file() else ""
-    if found := re.search(r"\s(\d{3}\.[\d.]+)\s", text):
-        return found[1]
-    answer = ask(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], 30)
-    return answer.out.split()[0] if answer.done and answer.out.strip() else None
-
-
-def _driver_finding(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Finding:
-    built = f"torch is built for CUDA {torch['cuda']}"
-    if torch["cuda"] is None:
-        built = (
-            f"torch is built for ROCm {torch['hip']}" if torch["hip"] else "torch has no CUDA"
-        )
-    if driver is None or torch["cuda"] is None:
-        return Finding("driver", "ok", f"{driver or 'none'}; {built}")
-    oldest = OLDEST_DRIVER.get(int(torch["cuda"].partition(".")[0]), 0)
-    number = int(driver.partition(".")[0])
-    if number >= oldest:
-        return Finding("driver", "ok", f"{driver}; {built}")
-    fix = f"install NVIDIA driver {oldest} or later"
-    if number >= OLDEST_DRIVER[12]:
-        # Without --force-reinstall pip keeps the torch that is there, whatever the index.
-        fix = f"{_REINSTALL} --index-url https://download.pytorch.org/whl/cu128"
-    return lacking(
-        "driver", f"{driver}; {built}, which needs {oldest} or later", fix=fix,
-        cost="torch sees no GPU", needed_by=needs.gpu, otherwise="warning",
-    )  # fmt: skip
-
-
-def _devices(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Iterator[Finding]:
+def _devices(torch: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
     devices = torch["devices"]
-    if len(devices) < needs.gpus or (driver is not None and not devices):
-        yield _too_few(torch, driver, needs)
+    if len(devices) < needs.gpus or (torch["driver"] is not None and not devices):
+        yield _too_few(torch, needs)
     elif not devices:
         yield Finding("GPUs", "ok", "none")
     for index, (name, memory, major, minor) in enumerate(devices):
@@ -105,21 +81,22 @@ def _devices(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Iter
             yield Finding(label, "ok", text)
 
 
-def _too_few(torch: Mapping[str, Any], driver: str | None, needs: Needs) -> Finding:
-    count = len(torch["devices"])
+def _too_few(torch: Mapping[str, Any], needs: Needs) -> Finding:
+    count, why = len(torch["devices"]), torch["why"]
     text = f"torch sees {count or 'none'}"
     if needs.gpus:
         text += f"; the recipe has {needs.gpus} a machine"
-    fix = "--set cluster.gpu=cpu, or a machine with GPUs"
     if count:
         fix = f"--set cluster.gpus_per_node={count}, and look at CUDA_VISIBLE_DEVICES"
-    elif driver is not None and torch["cuda"] is None:
-        text += ", though there is a driver: this torch is built without CUDA"
+    elif "too old" in why:
+        fix = _OLD_DRIVER
+    elif torch["driver"] is None:
+        fix = "--set cluster.gpu=cpu, or a machine with GPUs"
+    elif torch["cuda"] is None:
         fix = _REINSTALL
-    elif driver is not None:
-        text += ", though there is a driver"
+    else:
         fix = "nvidia-smi, and unset CUDA_VISIBLE_DEVICES"
     return lacking(
-        "GPUs", text, cost="a recipe for GPUs cannot start here", fix=fix, needed_by=needs.gpu,
-        otherwise="warning",
+        "GPUs", f"{text}{'; ' * bool(why)}{why}", cost="a recipe for GPUs cannot start here",
+        fix=fix, needed_by=needs.gpu, otherwise="warning",
     )  # fmt: skip

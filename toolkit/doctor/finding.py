@@ -4,7 +4,6 @@ separate process, with a time limit."""
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -53,11 +52,11 @@ def lacking(
 
 @dataclass(frozen=True)
 class Answer:
-    """How a command ended."""
+    """How a process ended."""
 
     done: bool
     out: str
-    """Standard output if the command succeeded, otherwise one line that says why not."""
+    """Standard output if it succeeded, otherwise one line that says why not."""
 
 
 def is_installed(module: str) -> bool:
@@ -68,31 +67,19 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def ask(command: Sequence[str], limit_s: float = 10.0) -> Answer:
-    """Run a command and wait for it, `limit_s` seconds at most."""
+def ask_python(code: str) -> Answer:
+    """Run `code` in this Python, for `IMPORT_LIMIT_S` seconds at most."""
     try:
         done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=limit_s,
-            check=False,
-        )
-    except OSError as error:
-        return Answer(False, str(error))
+            [sys.executable, "-W", "ignore", "-c", code], stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, errors="replace", check=False,
+            timeout=IMPORT_LIMIT_S,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return Answer(False, f"did not answer within {limit_s:g} s")
+        return Answer(False, f"did not answer within {IMPORT_LIMIT_S:g} s")
     if done.returncode == 0:
         return Answer(True, done.stdout)
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    reason = lines[-1][:300] if lines else "no output"
     if done.returncode < 0:
-        reason = f"killed by signal {-done.returncode}"
-    return Answer(False, reason)
-
-
-def ask_python(code: str) -> Answer:
-    """Run `code` in this Python. See `ask`."""
-    return ask([sys.executable, "-W", "ignore", "-c", code], IMPORT_LIMIT_S)
+        return Answer(False, f"killed by signal {-done.returncode}")
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return Answer(False, lines[-1][:300] if lines else "no output")

@@ -4,7 +4,6 @@ import platform
 import tomllib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from itertools import chain
@@ -18,64 +17,19 @@ import toolkit
 from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, ask_python, is_installed
 from toolkit.doctor.needs import Needs
-from toolkit.launchers import LAUNCHERS
-from toolkit.optimizers.base import OPTIMIZERS
-from toolkit.run.trackers import TRACKERS
 from toolkit.system.install import NAME, plain
 
-
-@dataclass(frozen=True)
-class Package:
-    """A package that is checked."""
-
-    name: str
-    """Name of the distribution, as `pip install` takes it."""
-    module: str
-    """The module that is imported, e.g. `megatron.core`."""
-    extra: str = ""
-    """The extra's name, as in `pip install NAME[EXTRA]`."""
-
-
-_COMPILED = (
-    Package("transformer-engine", "transformer_engine.pytorch"),
-    Package("flash-attn", "flash_attn"),
-)
+_OWN = ("torch", "transformers", "accelerate", "datasets", "wandb", "safetensors")
+"""Packages of every installation, besides those of the engines."""
+_COMPILED = ("transformer-engine", "flash-attn")
 """Packages compiled against a version of torch, which may not be the installed one.
 megatron-core and transformers import them if installed."""
-_OPTIONAL = (
-    Package("torchao", "torchao"),
-    Package("torchft", "torchft"),
-    Package("peft", "peft"),
-    Package("liger-kernel", "liger_kernel"),
-    Package("s3fs", "s3fs"),
-    Package("gcsfs", "gcsfs"),
-)
-
-
-def _of_every_installation() -> Iterator[Package]:
-    """The requirements of DMT itself."""
-    yield Package("torch", "torch")
-    for engine in BACKENDS.names:
-        for name, module in BACKENDS[engine].packages.items():
-            yield Package(name, module)
-    for name in ("transformers", "accelerate", "datasets", "wandb", "safetensors"):
-        yield Package(name, name)
-
-
-def _of_choices() -> Iterator[Package]:
-    """Packages that some recipes need: launchers, optimizers, trackers, kernels, object
-    stores."""
-    launchers = (launcher.packages for launcher in LAUNCHERS.values())
-    kinds = (OPTIMIZERS[name].packages for name in OPTIMIZERS.names)
-    for texts in (*launchers, *kinds):
-        for text, module in texts.items():
-            package = Requirement(text)
-            extra = "".join(package.extras)
-            yield Package(package.name, f"{module}.{extra}" if extra else module, extra)
-    for tracker in TRACKERS.values():
-        for name, (module, _) in tracker.packages.items():
-            yield Package(name, module)
-    yield from _OPTIONAL
+_MODULES = {
+    "megatron-core": "megatron.core",
+    "mlflow-skinny": "mlflow",
+    "transformer-engine": "transformer_engine.pytorch",
+}
+"""Modules that are not named like their package."""
 
 
 def check(needs: Needs) -> Iterator[Finding]:
@@ -83,19 +37,18 @@ def check(needs: Needs) -> Iterator[Finding]:
     compiled against torch."""
     yield Finding("python", "ok", platform.python_version())
     yield Finding("dmt", "ok", toolkit.__version__)
-    wanted = {one.name: one for one in _of_choices() if one.name in needs.packages}
-    wanted |= {one.name: one for one in _of_every_installation()}
+    engines = chain(*(BACKENDS[engine].packages for engine in BACKENDS.names))
+    compiled = (name for name in _COMPILED if _version(name) is not None)
+    names = dict.fromkeys((*_OWN, *engines, *needs.packages, *compiled))
     with ThreadPoolExecutor() as threads:
-        found = threads.map(lambda one: _package(one, needs), wanted.values())
-        yield from found
-        compiled = [one for one in _COMPILED if _version(one) is not None]
-        yield from threads.map(lambda one: _package(one, needs), compiled)
+        yield from threads.map(lambda name: _package(name, needs.packages.get(name)), names)
 
 
-def _package(package: Package, needs: Needs) -> Finding:
-    name, needed_by = package.name, needs.packages.get(package.name)
-    requirement = _requirement(package)
-    fix, version = _install(requirement), _version(package)
+def _package(name: str, needed_by: str | None) -> Finding:
+    requirement = _stated().get(name, Requirement(name))
+    # flash-attn and Transformer Engine are compiled against the torch that is there.
+    option = "--no-build-isolation " * (name in _COMPILED)
+    fix, version = f"pip install {option}'{plain(requirement)}'", _version(name)
     unusable = f"recipes with {needed_by} cannot run" if needed_by else "parts of DMT fail"
     if version is None:
         return Finding(
@@ -111,7 +64,7 @@ def _package(package: Package, needs: Needs) -> Finding:
     if not requirement.specifier.contains(version, prereleases=True):
         text = f"{version}; DMT needs {requirement.specifier}"
         return Finding(name, "problem", text, cost=unusable, fix=fix, needed_by=needed_by)
-    if (failure := _import_failure(package, needed_by)) is not None:
+    if (failure := _import_failure(name, needed_by)) is not None:
         return Finding(
             name, "problem", f"{version}; cannot be imported: {failure}", cost=unusable,
             fix=fix.replace("install ", "install --force-reinstall ", 1), needed_by=needed_by,
@@ -119,35 +72,27 @@ def _package(package: Package, needs: Needs) -> Finding:
     return Finding(name, "ok", str(version))
 
 
-def _import_failure(package: Package, needed_by: str | None) -> str | None:
+def _import_failure(name: str, needed_by: str | None) -> str | None:
     """Why a package that is needed, or compiled, cannot be imported. None where it can.
 
     torch is left to `accelerators`, which imports it anyway.
     """
-    if package.name == "torch" or not (needed_by or package in _COMPILED):
+    if name == "torch" or not (needed_by or name in _COMPILED):
         return None
-    answer = ask_python(f"import {package.module}")
+    answer = ask_python(f"import {_module(name)}")
     return None if answer.done else answer.out
 
 
-def _requirement(package: Package) -> Requirement:
-    """The version that DMT's project file asks for, else any version."""
-    extra = f"[{package.extra}]" * bool(package.extra)
-    return _stated().get(package.name, Requirement(package.name + extra))
+def _module(name: str) -> str:
+    return _MODULES.get(name, name.replace("-", "_"))
 
 
-def _install(requirement: Requirement) -> str:
-    # flash-attn and Transformer Engine are compiled against the torch that is there.
-    compiled = requirement.name in {one.name for one in _COMPILED}
-    return f"pip install {'--no-build-isolation ' * compiled}'{plain(requirement)}'"
-
-
-def _version(package: Package) -> Version | None:
+def _version(name: str) -> Version | None:
     """The installed version. None if the module is missing, whatever pip says."""
-    if not is_installed(package.module.partition(".")[0]):
+    if not is_installed(_module(name).partition(".")[0]):
         return None
     try:
-        return Version(metadata.version(package.name))
+        return Version(metadata.version(name))
     except metadata.PackageNotFoundError:
         return None
     except InvalidVersion:
