@@ -167,9 +167,9 @@ def test_a_launcher_that_does_not_wait() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--seed", "5"], "--seed is an option of --search only"),
+        (["--seed", "5"], "--seed"),
         (["--dir", str(TINY)], "llama-bytes.yaml is a file"),
-        ([*NO_SPACE, "--steps", "5"], "--steps is no option of --search"),
+        ([*NO_SPACE, "--steps", "5"], "--steps"),
     ],
 )
 def test_no_option_is_ignored(options: list[str], said: str, dmt: Dmt) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from optuna.trial import create_trial
 
 from tests.dmt import Dmt
 from tests.e2e import product
 from tests.e2e.conftest import write_project
 from tests.e2e.product import started
 from tests.warm import SUBPROCESS, WarmPython
-from toolkit.errors import DirectoryInUse, PlanError
+from toolkit.errors import DirectoryInUse, PlanError, RunFailed
 from toolkit.extras.tune import layouts, study, trial
 from toolkit.extras.tune.layouts import (
     LayoutStudy,
@@ -52,7 +51,6 @@ FAULTS = {
     "training.micro_batch_size=2": "step=hang@rank1,hit3",
 }
 """What happens in the layouts with these micro batches; the one with 4 is measured."""
-STALE = create_trial(value=1.0, user_attrs={"record": {"number": 0, "speed": 1}})
 
 
 @dataclass
@@ -179,19 +177,13 @@ def test_failures_are_tried_again_until_one_layout_was_measured(
     assert tuning(tmp_path).left() == 0
 
 
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda path: (path / "study.db").write_text("text " * 99), "file is not a database"),
-        (lambda path: tuning(path).study.add_trial(STALE), "errors for TrialRecord"),
-        (lambda path: tuning(path).study.set_user_attr("identity", {"kind": "loss"}), "kind"),
-    ],
-)
-def test_a_folder_that_cannot_be_continued(
-    damage: Callable[[Path], None], said: str, tmp_path: Path
-) -> None:
-    damage(tmp_path)
-    with pytest.raises(PlanError, match=said):
+def test_a_folder_that_cannot_be_continued(tmp_path: Path) -> None:
+    (tmp_path / "study.db").write_text("text " * 99)
+    with pytest.raises(RunFailed, match="file is not a database"):
+        tuning(tmp_path)
+    (tmp_path / "study.db").unlink()
+    tuning(tmp_path).study.set_user_attr("identity", {"kind": "loss"})
+    with pytest.raises(PlanError, match="trials of another recipe"):
         tuning(tmp_path)
 
 
@@ -282,7 +274,6 @@ def test_a_layout_is_given_up_when_its_fastest_step_of_three_is_too_slow(
     first, second, *_ = tuned.records()
     assert (first.ending, first.value) == ("done", 1.0)
     assert (second.ending, second.steps) == (ending, steps)
-    assert second.reason == ("1.31 × the fastest after 5 steps" if ending == "stopped" else "")
 
 
 def test_a_trial_of_a_run_that_moves_samples_is_no_mistake(tmp_path: Path) -> None:

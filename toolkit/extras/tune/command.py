@@ -1,6 +1,6 @@
 """`dmt tune`: a recipe's settings chosen by trials on this machine."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
@@ -9,13 +9,13 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath
+from toolkit.cli.options import AsJson, ClusterOption, Overrides, RecipePath, refuse_useless
 from toolkit.cli.output import Line, Table, output
 from toolkit.cli.progress import progress
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, PlanError, RunFailed
-from toolkit.extras.tune.layouts import LayoutStudy, searched
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, RunFailed
+from toolkit.extras.tune.layouts import LayoutStudy, named, searched
 from toolkit.extras.tune.search import SearchStudy
-from toolkit.extras.tune.space import Space, load_space
+from toolkit.extras.tune.space import load_space
 from toolkit.extras.tune.study import Study, TrialRecord, TuneRequest, make_folder
 from toolkit.extras.tune.trial import check_waits, starts_locally
 from toolkit.extras.tune.tuned import (
@@ -100,15 +100,17 @@ def tune(
     Example: `dmt tune llama-bytes --search space.yaml --trials 30`
     """
     survive_lost_output()
-    stated = {"--cluster": cluster, "--steps": steps}
-    if search is None:
-        stated = {"--seed": seed}
-    for option in (one for one, value in stated.items() if value is not None):
-        why = "is no option of --search" if search else "is an option of --search only"
-        raise PlanError(f"{option} {why}", fix="remove it")
+    refuse_useless(
+        {
+            "--cluster": (cluster, search is None, "without --search"),
+            "--steps": (steps, search is None, "without --search"),
+            "--seed": (seed, search is not None, "with --search"),
+        }
+    )
     loaded = load_recipe(recipe, overrides, cluster)
     check_waits(loaded)
     file, kind = out or tuned_path(recipe), "tune" if search is None else "search"
+    check_tuned_path(file, "" if search is None else " --search")
     request = TuneRequest(
         recipe, overrides, loaded, folder or Path("runs") / f"{loaded.name}-{kind}",
         trials or (12 if search is None else 30),
@@ -116,39 +118,38 @@ def tune(
         [] if cluster is None else ["--cluster", cluster],
     )  # fmt: skip
     if search is not None:
-        _search(request, load_space(search, recipe, overrides), seed or 0, file, as_json)
+        _search(
+            SearchStudy(request, load_space(search, recipe, overrides), seed or 0),
+            file,
+            as_json,
+        )
         return
     where = None if cluster is None else find_cluster(cluster)
     loaded, layouts = searched(loaded, where)
-    check_tuned_path(file)
     make_folder(request.folder)
     with claimed(RunDirectory(request.folder)):
         study = LayoutStudy(replace(request, recipe=loaded), layouts, steps or 10)
         is_over = _run(study)
+        lines: list[str] = []
         if best := study.best():
             write_tuned(study, best, file, where)
-    more = {
-        "considered": len(layouts.fitting), "planned": study.planned, "tuned": str(file),
-    }  # fmt: skip
-    _print(study, is_over, as_json, more, _fastest(study, best, file))
+            lines = [f"fastest: {_fastest(study, best)}"]
+    facts = {"considered": len(layouts.fitting), "planned": named(layouts.best)}
+    _print(study, is_over, as_json, file, facts, lines)
 
 
-def _search(request: TuneRequest, space: Space, seed: int, file: Path, as_json: bool) -> None:
+def _search(study: SearchStudy, file: Path, as_json: bool) -> None:
     """Search hyperparameters, and write the best point."""
-    check_tuned_path(file, " --search")
-    study = SearchStudy(request, space, seed)
     if study.rung is None:
         tell(
             "no trial is stopped early: that needs training.steps or tokens, and losses before "
             "the end (evaluation.every_steps, or logging.every_steps without validation)"
         )
     is_over = _run(study)
-    lines: list[str] = []
     if best := study.best():
         note = f"loss {best.value:.4f}, trial {best.number}"
-        write_searched(request.path, study.overrides(best.settings), file, note)
-        lines = [f"best: trial {best.number}", f"wrote {file}: dmt launch {quote(str(file))}"]
-    _print(study, is_over, as_json, {"tuned": str(file)}, lines)
+        write_searched(study.request.path, study.overrides(best.settings), file, note)
+    _print(study, is_over, as_json, file, {}, [f"best: trial {best.number}"] if best else [])
 
 
 def _run(study: Study) -> bool:
@@ -164,7 +165,7 @@ def _run(study: Study) -> bool:
         update(completed=done)
 
         def on_end(one: TrialRecord) -> None:
-            texts = ", ".join(f"{name} {text(one)}" for name, text in study.columns.items())
+            texts = ", ".join(f"{name} {text(one)}" for name, text in study.columns().items())
             outcome = "" if one.measured else f"{_outcome(one)}; "
             update(completed=len(study.counted()))
             tell(f"trial {one.number}: {outcome}{texts}")
@@ -173,23 +174,26 @@ def _run(study: Study) -> bool:
 
 
 def _print(
-    study: Study, is_over: bool, as_json: bool, more: dict[str, Any], end: Iterable[str]
-) -> None:
+    study: Study, is_over: bool, as_json: bool, file: Path, facts: dict[str, Any],
+    lines: Sequence[str],
+) -> None:  # fmt: skip
     """Print every trial, and how to use the best. Raises RunFailed if there is none."""
     best, folder = study.best(), study.request.folder
 
     def plain(one: TrialRecord) -> dict[str, Any]:
-        facts = {**asdict(one), study.measures: one.value, **one.details}
-        return {name: fact for name, fact in facts.items() if name not in ("value", "details")}
+        known = asdict(one)
+        return known | {study.measures: known.pop("value"), **study.facts(one)}
 
-    data = {
-        "recipe": str(study.request.path), "directory": str(folder), **more,
+    data = facts | {
+        "recipe": str(study.request.path), "directory": str(folder), "tuned": str(file),
         "best": best and plain(best), "trials": [*map(plain, study.ranked())],
     }  # fmt: skip
     if not is_over:
         tell(f"{folder}: stopped; start the same command again to continue")
     code = EXIT_DONE if is_over else EXIT_RESUMABLE
-    output(as_json, data, _lines(study, best, end), wrap=False, exit_code=code)
+    if best is not None:
+        lines = [*lines, f"wrote {file}: dmt launch {quote(str(file))}"]
+    output(as_json, data, _lines(study, best, lines), wrap=False, exit_code=code)
     if best is None:
         logs = f"{folder}/trials/*/launch.log"
         raise RunFailed(study.failure, fix=f"read {logs}; the same command tries again")
@@ -203,9 +207,9 @@ def _outcome(one: TrialRecord) -> str:
     return _word(one)[0] + (f": {one.reason}" if one.reason else "")
 
 
-def _lines(study: Study, best: TrialRecord | None, end: Iterable[str]) -> Iterator[Line]:
+def _lines(study: Study, best: TrialRecord | None, end: Sequence[str]) -> Iterator[Line]:
     """Lines of the table, and how to use the result."""
-    texts = {"#": lambda one: str(one.number), **study.columns, "outcome": _outcome}
+    texts = {"#": lambda one: str(one.number), **study.columns(), "outcome": _outcome}
     records = study.ranked()
     shown = f", the best {_SHOWN}:" if len(records) > _SHOWN else ""
     yield Text(f"{len(records)} trials are in {study.request.folder}/trials{shown}", "bold")
@@ -216,14 +220,12 @@ def _lines(study: Study, best: TrialRecord | None, end: Iterable[str]) -> Iterat
     yield from end
 
 
-def _fastest(study: LayoutStudy, best: TrialRecord | None, file: Path) -> Iterator[str]:
+def _fastest(study: LayoutStudy, best: TrialRecord) -> str:
     """The fastest layout next to the planner's choice."""
-    if best is None or best.value is None:
-        return
-    name, choice = best.details["layout"], study.planned
-    planned = [one for one in study.records() if one.details["layout"] == choice]
-    gain = ", the planner's choice" if name == choice else ""
-    if not gain and planned and planned[0].measured and planned[0].value:
-        gain = f", {planned[0].value / best.value:.2f} × as fast as the planner's choice"
-    yield f"fastest: {name}{gain}"
-    yield f"wrote {file}: dmt launch {quote(str(file))}"
+    name, choice = named(study.estimate(best)), named(study.search.best)
+    if name == choice:
+        return f"{name}, the planner's choice"
+    for one in study.records():
+        if named(study.estimate(one)) == choice and one.measured and one.value and best.value:
+            name += f", {one.value / best.value:.2f} × as fast as the planner's choice"
+    return name

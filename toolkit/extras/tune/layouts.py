@@ -1,13 +1,13 @@
 """`dmt tune`: the planner's best layouts, measured for a few steps each."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 from toolkit.backend import adopt_engine_config
 from toolkit.errors import PlanError
-from toolkit.extras.tune.study import FAILURES, Study, TuneRequest
+from toolkit.extras.tune.study import FAILURES, Study, TrialRecord, TuneRequest
 from toolkit.extras.tune.trial import Followed
 from toolkit.plan.dimensions import layout_text, settings
 from toolkit.plan.estimate import Estimate
@@ -50,6 +50,11 @@ def settings_of(candidate: Estimate) -> dict[str, Any]:
 def key_of(values: Mapping[str, Any]) -> str:
     """The key of a layout's settings, the same after they were written and read as JSON."""
     return json.dumps(values, sort_keys=True)
+
+
+def named(candidate: Estimate) -> str:
+    """A layout in words."""
+    return layout_text(*candidate.pair, candidate.layout)
 
 
 def differences(first: Estimate, second: Estimate) -> int:
@@ -97,12 +102,6 @@ class LayoutStudy(Study):
 
     measures, whole = "step_time_s", False
     fatal = FAILURES  # another layout may need less memory
-    columns: ClassVar = {
-        "layout": lambda one: one.details["layout"],
-        "measured": lambda one: seconds(one.value) if one.value else "-",
-        "predicted": lambda one: seconds(one.details["predicted_s"]),
-        "tokens/s": lambda one: f"{one.details['tokens_per_s']:,.0f}" if one.value else "-",
-    }
 
     def __init__(self, request: TuneRequest, search: Search, steps: int) -> None:
         """Raises PlanError if no layout fits. `steps`: measured steps of a trial."""
@@ -119,10 +118,31 @@ class LayoutStudy(Study):
         """Every layout that fits, best predicted first."""
         return {key_of(settings_of(one)): one for one in self.search.fitting}
 
-    @property
-    def planned(self) -> str:
-        """The planner's choice."""
-        return layout_text(*self.search.best.pair, self.search.best.layout)
+    def columns(self) -> Mapping[str, Callable[[TrialRecord], str]]:
+        return {
+            "layout": lambda one: named(self.estimate(one)),
+            "measured": lambda one: seconds(one.value) if one.value else "-",
+            "predicted": lambda one: seconds(self.estimate(one).step_s),
+            "tokens/s": lambda one: f"{self.tokens_per_s(one):,.0f}" if one.value else "-",
+        }
+
+    def facts(self, record: TrialRecord) -> dict[str, Any]:
+        estimate = self.estimate(record)
+        return {
+            "layout": named(estimate),
+            "predicted_s": estimate.step_s,
+            "tokens_per_s": self.tokens_per_s(record),
+        }
+
+    def tokens_per_s(self, record: TrialRecord) -> float | None:
+        """Measured tokens per second on all devices."""
+        one = self.request.recipe.training
+        tokens = one.global_batch_size * one.rows_per_sample * one.sequence_length
+        return tokens / record.value if record.value else None
+
+    def estimate(self, record: TrialRecord) -> Estimate:
+        """The planner's estimate of a trial's layout."""
+        return self.by_key[key_of(record.settings)]
 
     def left(self) -> int:
         untried = self.by_key.keys() - {key_of(one.settings) for one in self.counted()}
@@ -160,15 +180,4 @@ class LayoutStudy(Study):
         return {
             end: sorted(times[WARM_UP_STEPS:end])[(end - WARM_UP_STEPS - 1) // 4]
             for end in range(WARM_UP_STEPS + 1, len(times) + 1)
-        }
-
-    def details(self, settings: Mapping[str, Any], value: float | None) -> dict[str, Any]:
-        candidate, training = self.by_key[key_of(settings)], self.request.recipe.training
-        tokens = (
-            training.global_batch_size * training.rows_per_sample * training.sequence_length
-        )
-        return {
-            "layout": layout_text(*candidate.pair, candidate.layout),
-            "predicted_s": candidate.step_s,
-            "tokens_per_s": tokens / value if value else None,
         }

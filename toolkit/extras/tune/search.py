@@ -4,13 +4,13 @@ Several processes may search in one folder.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar
+from typing import Any
 
 from toolkit.errors import DmtError, RecipeError
 from toolkit.extras.tune.space import Space, overrides_of, suggest
-from toolkit.extras.tune.study import FAILURES, Study, TuneRequest
+from toolkit.extras.tune.study import FAILURES, Study, TrialRecord, TuneRequest
 from toolkit.extras.tune.trial import Followed
 from toolkit.intake.load import load_recipe
 from toolkit.plan.planned import plan_recipe
@@ -25,11 +25,6 @@ class SearchStudy(Study):
 
     measures, whole = "loss", True
     fatal = (*FAILURES, "out_of_memory", "diverged")
-    columns: ClassVar = {
-        "steps": lambda one: f"{one.steps:,}",
-        "loss": lambda one: "-" if one.value is None else f"{one.value:.4f}",
-        "settings": lambda one: " ".join(overrides_of(one.settings)),
-    }
 
     def __init__(self, request: TuneRequest, space: Space, seed: int = 0) -> None:
         texts = str({key: str(one) for key, one in space.items()})
@@ -43,6 +38,13 @@ class SearchStudy(Study):
         self.study.pruner = pruners.NopPruner()
         if self.rung is not None:
             self.study.pruner = pruners.SuccessiveHalvingPruner(self.rung, _REDUCTION)
+
+    def columns(self) -> Mapping[str, Callable[[TrialRecord], str]]:
+        return {
+            "steps": lambda one: f"{one.steps:,}",
+            "loss": lambda one: "-" if one.value is None else f"{one.value:.4f}",
+            "settings": lambda one: " ".join(overrides_of(one.settings)),
+        }
 
     def left(self) -> int:
         """How many trials are left. Points that the recipe's rules refuse do not count."""

@@ -15,12 +15,13 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import TypeAdapter
 
+from toolkit import __version__
 from toolkit.errors import DmtError, PlanError, RunFailed
 from toolkit.extras.tune.trial import Ending, Followed, run_trial, wait_until_free
 from toolkit.launchers.process import StopSignals
@@ -72,8 +73,6 @@ class TrialRecord:
     value: float | None = None
     """What the study measures: the loss at the end, or seconds per step."""
     memory_gib: float | None = None
-    details: dict[str, Any] = field(default_factory=dict)
-    """Further values that the study records."""
 
     @property
     def measured(self) -> bool:
@@ -88,10 +87,6 @@ class _Interrupted(Exception):
     """A signal ended the trial."""
 
 
-class _SaysNothing(Exception):
-    """Raised for a trial whose failure says nothing about its settings."""
-
-
 class Study(ABC):
     """The trials in a folder. The lowest value is the best."""
 
@@ -101,8 +96,6 @@ class Study(ABC):
     """Whether trials are runs to their own end: a killed one continues, and several processes
     may run trials at once. Otherwise a trial ends at step `end`, a killed one is repeated from
     its first step, and one process has the folder."""
-    columns: ClassVar[Mapping[str, Callable[[TrialRecord], str]]]
-    """The columns printed for each trial."""
     fatal: ClassVar[Sequence[str]]
     """Endings that give the tuning up if many come before the first result."""
     end: int
@@ -111,8 +104,8 @@ class Study(ABC):
     def __init__(self, request: TuneRequest, **identity: str) -> None:
         """`identity` names what all trials have in common besides the recipe.
 
-        Raises as `make_folder` and `_storage` do. Raises PlanError if the folder has another
-        study.
+        Raises as `make_folder` and `_storage` do. Raises PlanError if the folder has trials of
+        another recipe, space or version.
         """
         self.request = request
         make_folder(request.folder)
@@ -121,7 +114,8 @@ class Study(ABC):
         self._running = (self.optuna.trial.TrialState.RUNNING,)
         self._interrupted: Callable[[], bool] = lambda: False
         self._on_end: Callable[[TrialRecord], None] = lambda _: None
-        self._identity = {**identity, "recipe": redact(dump_recipe(request.recipe))}
+        recipe = redact(dump_recipe(request.recipe))
+        self._identity = {**identity, "recipe": recipe, "version": __version__}
         self.optuna.logging.set_verbosity(self.optuna.logging.ERROR)
         with self._storage():
             self._open()
@@ -150,12 +144,12 @@ class Study(ABC):
         """Why the recipe's rules refuse a trial. Empty if they do not."""
         return ""
 
-    def details(
-        self,
-        settings: Mapping[str, Any],  # noqa: ARG002 - of a subclass
-        value: float | None,  # noqa: ARG002
-    ) -> dict[str, Any]:
-        """Further values to record of a trial."""
+    @abstractmethod
+    def columns(self) -> Mapping[str, Callable[[TrialRecord], str]]:
+        """The columns printed for each trial."""
+
+    def facts(self, record: TrialRecord) -> dict[str, Any]:  # noqa: ARG002 - of a subclass
+        """More facts about a trial for `--json`."""
         return {}
 
     def run(self, on_end: Callable[[TrialRecord], None] = lambda _: None) -> bool:
@@ -165,7 +159,7 @@ class Study(ABC):
         self._on_end = on_end
         with StopSignals() as signals, self._storage():
             self._interrupted = lambda: bool(signals.stop_requested)
-            while (left := self.left()) > 0:
+            while (left := self.left()) > 0 and not self._none_succeeds():
                 if signals.stop_requested:
                     return False
                 if left <= len(self.study.get_trials(states=self._running)):
@@ -173,12 +167,10 @@ class Study(ABC):
                     self.optuna.storages.fail_stale_trials(self.study)
                     continue
                 try:
-                    self.study.optimize(self._objective, 1, catch=(_SaysNothing,))
+                    self.study.optimize(self._objective, 1, catch=(RunFailed,))
                 except _Interrupted:
                     return False
                 self._drop_checkpoints()
-                if self._none_succeeds():
-                    break
         return True
 
     def records(self) -> list[TrialRecord]:
@@ -219,7 +211,7 @@ class Study(ABC):
         trial.set_user_attr("record", asdict(record))
         self._on_end(record)
         if record.ending in FAILURES:
-            raise _SaysNothing
+            raise RunFailed(record.reason)
         if not record.measured or record.value is None:
             raise self.optuna.TrialPruned
         return record.value
@@ -254,16 +246,11 @@ class Study(ABC):
         reason, value = result.reason, seen.get(steps)
         if ending == "stopped" and not is_hopeless:
             ending = "done"
-        elif ending == "stopped" and not self.whole and (best := self.best()):
-            reason = f"{(value or 0) / (best.value or 1):.2f} × the fastest after {steps} steps"
         if ending == "done" and value is None:
             ending, reason = "failed", "it ended with nothing measured"
         elif ending in ("done", "stopped") and not math.isfinite(value or 0.0):
             ending, reason = "diverged", f"{self.measures} is {value}"
-        details = self.details(settings, value)
-        return TrialRecord(
-            number, settings, ending, reason, steps, value, result.memory_gib, details
-        )
+        return TrialRecord(number, settings, ending, reason, steps, value, result.memory_gib)
 
     def _drop_checkpoints(self) -> None:
         """Delete checkpoints of all but the best trial. Other processes may have ended trials,
@@ -295,33 +282,22 @@ class Study(ABC):
         with file.with_suffix(".lock").open("a") as lock:
             with suppress(OSError):  # SQLite reports a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                storage = self.optuna.storages.RDBStorage(
-                    f"sqlite:///{file.absolute()}",
-                    heartbeat_interval=HEARTBEAT_S,
-                    grace_period=GRACE_S,
-                    heartbeat_stale_trial_callback=_retry,
-                )
-                self.study = self.optuna.create_study(
-                    study_name="tune", storage=storage, load_if_exists=True
-                )
-                if not self.study.user_attrs and not self.study.trials:
-                    self.study.set_user_attr("identity", self._identity)
-                identity = self.study.user_attrs["identity"]
-                self.records()  # raises for a malformed one
-            except Exception as error:  # whatever is raised of a file's content
-                if isinstance(_origin(error), sqlite3.OperationalError):
-                    raise  # it is locked, or the disk is full
-                why = str(_origin(error)).splitlines()[0][:200]
-                raise PlanError(
-                    f"{file} was not written by this version of DMT: {why}", fix="--dir OTHER"
-                ) from error
-        for name, value in self._identity.items():
-            if identity.get(name) != value:
-                raise PlanError(
-                    f"{self.request.folder} has trials of another {name}, or version of DMT",
-                    fix="name another folder with --dir, or remove it",
-                )
+            storage = self.optuna.storages.RDBStorage(
+                f"sqlite:///{file.absolute()}",
+                heartbeat_interval=HEARTBEAT_S,
+                grace_period=GRACE_S,
+                heartbeat_stale_trial_callback=_retry,
+            )
+            self.study = self.optuna.create_study(
+                study_name="tune", storage=storage, load_if_exists=True
+            )
+            if not self.study.user_attrs and not self.study.trials:
+                self.study.set_user_attr("identity", self._identity)
+        if self.study.user_attrs.get("identity") != self._identity:
+            raise PlanError(
+                f"{self.request.folder} has trials of another recipe, space or version of DMT",
+                fix="name another folder with --dir, or remove it",
+            )
         if not self.whole:  # what runs was killed
             for trial in self.study.get_trials(states=self._running):
                 self.study.tell(trial.number, state=self.optuna.trial.TrialState.FAIL)
@@ -335,18 +311,16 @@ class Study(ABC):
             warnings.simplefilter("ignore", self.optuna.exceptions.ExperimentalWarning)
             try:
                 yield
-            except Exception as error:
-                if isinstance(error, DmtError) or not isinstance(_origin(error), sqlite3.Error):
+            except Exception as error:  # Optuna and SQLAlchemy wrap those of SQLite
+                origin: BaseException = error
+                while origin.__context__ is not None:
+                    origin = origin.__context__
+                if isinstance(error, DmtError) or not isinstance(origin, sqlite3.Error):
                     raise
                 raise RunFailed(
-                    f"{self.request.folder}/study.db: {_origin(error)}",
-                    fix="end what locks it or free its disk; the same command continues",
+                    f"{self.request.folder}/study.db: {origin}",
+                    fix="end what locks it, free its disk, or name another folder with --dir",
                 ) from error
-
-
-def _origin(error: BaseException) -> BaseException:
-    """The first error in a chain of errors. Optuna and SQLAlchemy wrap those of SQLite."""
-    return error if error.__context__ is None else _origin(error.__context__)
 
 
 def make_folder(folder: Path) -> None:

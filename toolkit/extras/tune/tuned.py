@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.errors import DmtError, RecipeError, RunFailed
-from toolkit.extras.tune.layouts import LayoutStudy, key_of, searched, settings_of
+from toolkit.extras.tune.layouts import LayoutStudy, key_of, named, searched, settings_of
 from toolkit.extras.tune.study import TrialRecord, TuneRequest
 from toolkit.intake.layers import read_overrides
 from toolkit.intake.load import load_recipe
@@ -41,7 +41,8 @@ def write_tuned(
 ) -> None:
     """Write the recipe with the fastest layout. What the layout does not use stays `auto`, if
     the planner then chooses this layout. Raises RunFailed if it plans as another one."""
-    layout, predicted_s = best.details["layout"], best.details["predicted_s"]
+    estimate = tuning.estimate(best)
+    layout, predicted_s = named(estimate), estimate.step_s
     notes = [
         f"{HEADER}`: {layout}",
         f"# measured: {best.value:.4g} s per step; predicted: {predicted_s:.4g} s",
