@@ -93,7 +93,6 @@ def test_explain_shows_other_values_and_formulas(dmt: Dmt) -> None:
     assert re.findall(r"parallel\.zero\.stage=(\d+) +(?:fits|does)", whole) == ["2"]
     assert re.search(r"parallel\.engine=megatron +fits .* -\d\.\d%\n", whole)
     formulas = whole.partition("why each number: memory")[2].partition("compared with")[0]
-    assert max(map(len, formulas.splitlines())) <= 80
     assert "  - weights 2.05 GiB = weight_bytes · (dense / weight_ranks + experts" in formulas
     assert "  - pipeline bubble" not in formulas, "parts that are zero"
 

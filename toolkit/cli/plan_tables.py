@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from textwrap import wrap
 from typing import Any, TypeVar
 
 from rich.text import Text
@@ -106,23 +105,15 @@ def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:
         values: dict[str, float] = {}
         for name, unit, one in rows:  # to which derived symbols are added
             formula = one["formula"].replace(" * ", " · ")
-            amount = _amount(unit, one["value"])
-            yield from wrapped(f"{name} {amount} = {formula}", "  - ", "      ")
-            if one["source"]:
-                yield from wrapped(f"({one['source']})", "    ", "    ", "dim")
+            source = f"  ({one['source']})" if one["source"] else ""
+            yield Text(f"  - {name} {_amount(unit, one['value'])} = {formula}{source}")
             for key, symbol in one["symbols"].items():
                 if not isinstance(symbol, dict):
                     values[key] = symbol
                 elif (key, key, symbol) not in rows:
                     rows.append((key, key, symbol))
-        shown = (f"{key} {_amount(key, x)}".replace(" ", "\0") for key, x in values.items())
-        yield from wrapped(", ".join(shown), "  where ", "    ")
-
-
-def wrapped(text: str, first: str, rest: str, style: str = "") -> Iterator[Text]:
-    """Wrap to lines of 80 columns. A NUL stands for a space at which no line may end."""
-    lines = wrap(text, 80, initial_indent=first, subsequent_indent=rest)
-    yield from (Text(line.replace("\0", " "), style) for line in lines)
+        shown = ", ".join(f"{key} {_amount(key, value)}" for key, value in values.items())
+        yield Text(f"  where {shown}")
 
 
 def _amount(name: str, value: float) -> str:

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import typer
@@ -15,7 +14,6 @@ from toolkit.intake.load import load_recipe
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import starter
 from toolkit.launchers.job import job_of
-from toolkit.plan.plan import Plan
 from toolkit.plan.planner import plan_recipe
 from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import decide
@@ -52,30 +50,22 @@ def render(
     if to == _ACCELERATE:
         loaded = accelerate_file.in_scripts(loaded)
     plan = plan_recipe(loaded, explained=False)
-    name = to or _own_configuration(recipe, plan)
+    name = to or plan.engine
     if name in _JOBS:
         text = _job(loaded, name)
     elif name == _ACCELERATE:
         text = accelerate_file.render(loaded, plan)
     else:
-        shown = BACKENDS[name].shown(loaded, plan)
+        shown = BACKENDS[name].shown(loaded, plan) if name in _CONFIGURED else None
         if shown is None:
+            engines = [to] if to else _CONFIGURED
             raise PlanError(
                 f"{recipe} runs on the engine {plan.engine}, which reads no {name} "
                 "configuration",
-                fix=f"--set parallel.engine={name}",
+                fix=" or ".join(f"--set parallel.engine={one}" for one in engines),
             )
         text = json.dumps(shown, indent=2)
     tell(text.rstrip("\n"), sys.stdout)
-
-
-def _own_configuration(recipe: Path, plan: Plan) -> Name:
-    if BACKENDS[plan.engine].configured:
-        return plan.engine
-    raise PlanError(
-        f"{recipe} runs on the engine {plan.engine}, which reads no configuration",
-        fix=" or ".join(f"--set parallel.engine={name}" for name in _CONFIGURED),
-    )
 
 
 def _job(loaded: Recipe, launcher: str) -> str:

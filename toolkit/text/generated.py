@@ -31,7 +31,9 @@ def write_or_check(description: str, module: str, texts: Mapping[Path, str]) -> 
     return int(only_check and bool(stale))
 
 
-def check_out(file: Path, header: str, command: str = "this command") -> None:
+def check_out(
+    file: Path, header: str, command: str = "this command", option: str = "--out"
+) -> None:
     """Check, before any work, that a command may write its `--out`. Raises PlanError if the
     folder cannot be written. Also if the file exists and does not begin with `header`, so that
     no file of the user's is overwritten."""
@@ -41,8 +43,8 @@ def check_out(file: Path, header: str, command: str = "this command") -> None:
         ours = False
     if not ours:
         raise PlanError(
-            f"--out: {file} exists and was not written by {command}",
+            f"{option}: {file} exists and was not written by {command}",
             fix="name another file, or remove it",
         )
     if not os.access(file.absolute().parent, os.W_OK):
-        raise PlanError(f"--out: cannot write into {file.parent}", fix="name another folder")
+        raise PlanError(f"{option}: cannot write into {file.parent}", fix="name another folder")

@@ -15,7 +15,7 @@ from tests.processes import ROOT
 from tests.report.logs import HOSTILE, KILLED_AND_RESTARTED, event, metrics
 from tests.report.logs import write_run as write
 from toolkit.extras.page import page, page_data
-from toolkit.extras.page.charts import columns, kept
+from toolkit.extras.page.charts import curve, kept
 from toolkit.intake.load import load_recipe
 from toolkit.recipe.dump import dump_recipe
 from toolkit.report.record import read_record
@@ -59,9 +59,10 @@ def test_thinning_keeps_the_extremes(length: int) -> None:
         assert {min(part), max(part)} <= set(drawn)
 
 
-def test_lines_without_an_order_are_left_out() -> None:
-    found = columns([*metrics(20, 2.0, every=5), {"loss": 1.0}, {"step": 3, "loss": 9.0}])
-    assert found["step"] == [1, 5, 10, 15, 20] and "nothing" not in found
+def test_a_curve_has_a_value_for_each_step() -> None:
+    lines = [*metrics(20, 2.0, every=5), {"loss": 1.0}, {"step": 10, "loss": 9.0}]
+    assert curve(lines, "loss") == {1: 4.99, 5: 4.95, 10: 9.0, 15: 4.85, 20: 4.8}
+    assert not curve(lines, "nothing")
 
 
 def test_marks_and_curves(tmp_path: Path) -> None:
@@ -177,6 +178,7 @@ def test_the_command_replaces_nothing_but_a_page(tmp_path: Path, dmt: Dmt) -> No
         assert f"report {page}" in dmt("report", *runs, "--html", page).err
         assert page.read_text().startswith("<!doctype html>")
     events = (run / "events.jsonl").read_bytes()
-    for path in (run / "events.jsonl", tmp_path, Path("/"), Path(), Path("no/such.html")):
+    for path in (run / "events.jsonl", tmp_path, Path("/"), Path()):
         assert f"--html: {path} " in dmt("report", run, "--html", path, code=2).err
+    assert "into no" in dmt("report", run, "--html", Path("no/such.html"), code=2).err
     assert (run / "events.jsonl").read_bytes() == events

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.errors import DataError
 from toolkit.extras.page.charts import MOST_MARKS, charts, marks
 from toolkit.extras.page.sections import Section, sections, tiles
 from toolkit.report.compare import (
@@ -22,12 +21,10 @@ from toolkit.report.record import RunRecord
 from toolkit.run import jsonl
 from toolkit.run.changes import shown
 from toolkit.system.atomic import write_atomically
-from toolkit.system.untrusted import read_bytes
+from toolkit.text.generated import check_out
 from toolkit.text.terminal import printable
 
 _FOLDER = Path(__file__).parent
-_BEGINS = b"<!doctype html>"
-"""How a page begins. No other file is overwritten."""
 
 
 def page(data: Mapping[str, Any]) -> str:
@@ -69,24 +66,21 @@ def embedded(data: Any) -> str:
 def page_data(records: Sequence[RunRecord]) -> dict[str, Any]:
     """Everything on the page, as JSON knows it. Secrets are masked."""
     names = names_of(records)
-    runs = []
-    drawn = charts(records)
-    for name, record in zip(names, records, strict=True):
-        ending = record.summary.ending
-        found = marks(record)
-        runs.append(
-            {
-                "name": name,
-                "state": ending.state,
-                "why": ending.why,
-                "tiles": tiles(record),
-                "marks": [
-                    {"step": one["step"], "tone": one["tone"]} for one in found[-MOST_MARKS:]
-                ],
-                "sections": sections(record, found),
-            }
-        )
-    data = {"runs": runs, "charts": drawn, "comparison": _comparison(records, names)}
+    runs = [
+        {
+            "name": name,
+            "state": record.summary.ending.state,
+            "why": record.summary.ending.why,
+            "tiles": tiles(record),
+            "marks": [
+                {key: one[key] for key in ("step", "tone")} for one in found[-MOST_MARKS:]
+            ],
+            "sections": sections(record, found),
+        }
+        for name, record in zip(names, records, strict=True)
+        for found in [marks(record)]
+    ]
+    data = {"runs": runs, "charts": charts(records), "comparison": _comparison(records, names)}
     # Without characters that would reorder or hide what stands next to them.
     return jsonl.plain(data, partial(printable, lines=True))  # type: ignore[no-any-return]
 
@@ -107,16 +101,6 @@ def _comparison(records: Sequence[RunRecord], names: Sequence[str]) -> Section |
 
 
 def write_page(records: Sequence[RunRecord], path: Path) -> None:
-    """Write the page. Raises DataError when `path` is another file or cannot be written."""
-    text = page(page_data(records))
-    try:
-        ours = not path.exists() or read_bytes(path).startswith(_BEGINS)
-        if ours:
-            write_atomically(path, text)
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise DataError(
-            f"--html: {path} cannot be written ({why})", fix="name another file"
-        ) from error
-    if not ours:
-        raise DataError(f"--html: {path} is no page", fix="name another file, or remove it")
+    """Write the page. Raises PlanError when `path` is another file or cannot be written."""
+    check_out(path, "<!doctype html>", "`dmt report`", "--html")
+    write_atomically(path, page(page_data(records)))

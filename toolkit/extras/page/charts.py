@@ -1,12 +1,11 @@
 """The charts of the page: curves of one or several runs, and marks where something happened."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import EXIT_DONE
 from toolkit.report.attempts import Event, number, step_of
-from toolkit.report.goodput import Metrics
 from toolkit.report.record import RunRecord
 from toolkit.run.events import VALIDATION
 
@@ -38,27 +37,20 @@ MARKS = {
 }
 """Events that are marked: the word for each, and its colour."""
 
-Columns = Mapping[str, Sequence[float]]
-"""The numbers of a run's logged lines by name. NaN where a line has none."""
+Curve = Mapping[int, float]
+"""Values by step, in order. NaN where a value is not a number."""
 Chart = dict[str, Any]
 
 
-def columns(metrics: Sequence[Metrics]) -> Columns:
-    """All numbers that lines state, by name in the order of first appearance. Lines without a
-    step, or after a line of a later step, are left out."""
-    lines, before = [], -math.inf
-    for line in metrics:
-        step = step_of(line)
-        if step is not None and step > before:
-            lines.append(line)
-            before = step
-    names = dict.fromkeys(name for line in lines for name in line)
-    return {name: [_number(line, name) for line in lines] for name in names}
-
-
-def _number(line: Metrics, name: str) -> float:
-    value = number(line, name)
-    return math.nan if value is None else value
+def curve(records: Iterable[Event], name: str) -> Curve:
+    """A field of records over their steps. The last one counts if a step was done twice."""
+    found = {
+        step: value
+        for one in records
+        if (step := step_of(one)) is not None
+        if (value := number(one, name)) is not None
+    }
+    return dict(sorted(found.items()))
 
 
 def kept(values: Sequence[float], buckets: int) -> Sequence[int]:
@@ -77,16 +69,6 @@ def kept(values: Sequence[float], buckets: int) -> Sequence[int]:
     return sorted(found)
 
 
-def _points(shown: Columns, name: str, buckets: int) -> dict[str, list[Any]] | None:
-    """A column over the steps, thinned. None if no line has a finite value."""
-    values = shown.get(name, ())
-    if not any(map(math.isfinite, values)):
-        return None
-    chosen = kept(values, buckets)
-    return {name: [_short(column[at]) for at in chosen]
-            for name, column in (("step", shown["step"]), ("y", values))}  # fmt: skip
-
-
 def _short(value: float) -> float | None:
     """A number with six digits. None for one that is not finite, which JSON cannot state."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
@@ -95,58 +77,54 @@ def _short(value: float) -> float | None:
 def charts(records: Sequence[RunRecord]) -> list[Chart]:
     """All charts, each with curves of one or several runs."""
     buckets = max(50, BUCKETS // len(records))
-    shown = [columns(record.metrics) for record in records]
-    others = dict.fromkeys(
-        name for one in shown for name in one if name not in (*_KNOWN, *_IN_OTHERS)
-    )
-    found = [_chart(name, records, shown, buckets) for name in (*_KNOWN, *others)]
-    return [chart for chart in found if chart is not None]
+    logged = dict.fromkeys(name for one in records for line in one.metrics for name in line)
+    names = (*_KNOWN, *(name for name in logged if name not in (*_KNOWN, *_IN_OTHERS)))
+    found = [_chart(name, records, buckets) for name in names]
+    return [chart for chart in found if chart["lines"]]
 
 
-def _chart(
-    name: str, records: Sequence[RunRecord], shown: Sequence[Columns], buckets: int
-) -> Chart | None:
-    """The chart of a metric of all runs, with companions and words. None if no run has it."""
+def _chart(name: str, records: Sequence[RunRecord], buckets: int) -> Chart:
+    """The chart of a metric of all runs, with companions and words."""
     title, unit = _KNOWN.get(name, (name, ""))
-    lines: list[dict[str, Any]] = [
-        {"run": run, "label": "", **points}
-        for run, one in enumerate(shown)
-        if (points := _points(one, name, buckets)) is not None
-    ]
-    for run, (record, one) in enumerate(zip(records, shown, strict=True)):
-        lines += [{"run": run, **line} for line in _beside(name, record, one, buckets)]
-    if not lines:
-        return None
-    if any(len(one.get("step", ())) > 2 * buckets for one in shown):
+    lines: list[dict[str, Any]] = []
+    is_thinned = False
+    for run, record in enumerate(records):
+        for label, kind, drawn in _curves(name, record):
+            steps, values = [*drawn], [*drawn.values()]
+            if not any(map(math.isfinite, values)):
+                continue
+            chosen = kept(values, buckets)
+            is_thinned |= len(chosen) < len(values)
+            points = {
+                "step": [steps[at] for at in chosen],
+                "y": [_short(values[at]) for at in chosen],
+            }
+            lines.append({"run": run, "label": label, "kind": kind, **points})
+    if is_thinned:
         unit = f"{unit}{'; ' if unit else ''}thinned: lowest and highest of each range"
-    drawn = [value for value in lines[0]["y"] if value is not None]
-    said = "no finite value"
-    if drawn:
-        said = (
-            f"from {drawn[0]:g} to {drawn[-1]:g}, lowest {min(drawn):g}, highest {max(drawn):g}"
-        )
+    first = [value for value in lines[0]["y"] if value is not None] if lines else [0.0]
+    said = f"from {first[0]:g} to {first[-1]:g}, lowest {min(first):g}, highest {max(first):g}"
     return {"id": name, "title": title, "unit": unit, "lines": lines, "said": said}
 
 
-def _beside(
-    name: str, record: RunRecord, shown: Columns, buckets: int
-) -> Iterator[Mapping[str, Any]]:
-    """The curves shown with a metric: validation, a part of it, or the plan's prediction."""
+def _curves(name: str, record: RunRecord) -> Iterator[tuple[str, str, Curve]]:
+    """The curve of a metric, and those shown with it: validation, a part of it, or the plan's
+    prediction. Each has a label and a kind."""
+    logged = curve(record.metrics, name)
+    yield "", "", logged
     if name == "loss":
         evaluated = [one for one in record.events if one.get("kind") == "evaluation"]
+        yield "validation", "points", curve(evaluated, "loss")
         names = dict.fromkeys(key for event in evaluated for key in event)
-        for column in ("loss", *(one for one in names if one.startswith(VALIDATION))):
-            label = "validation" if column == "loss" else column
-            if points := _evaluated(column, evaluated):
-                yield {"label": label, "kind": "points", **points}
-    if name == "step_time_s" and (part := _points(shown, "data_wait_s", buckets)):
-        yield {"label": "waiting for data", "kind": "part", **part}
+        for source in (one for one in names if one.startswith(VALIDATION)):
+            yield source, "points", curve(evaluated, source)
+    if name == "step_time_s":
+        yield "waiting for data", "part", curve(record.metrics, "data_wait_s")
     promised = _promised(name, record.plan)
-    if promised is not None and _points(shown, name, 1) is not None:
-        basis = record.plan["predicted"]["basis"]
-        label = "predicted, for a nominal CPU" if basis == "nominal" else "predicted"
-        ends = [shown["step"][0], shown["step"][-1]]
-        yield {"label": label, "kind": "predicted", "step": ends, "y": [_short(promised)] * 2}
+    if promised is not None and logged:
+        nominal = record.plan["predicted"]["basis"] == "nominal"
+        label = "predicted, for a nominal CPU" if nominal else "predicted"
+        yield label, "predicted", dict.fromkeys((min(logged), max(logged)), promised)
 
 
 def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
@@ -162,19 +140,6 @@ def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
         return None
     layout: Mapping[str, int] = plan["layout"]
     return each * math.prod(layout[degree] for degree in ("dp", "tp", "pp", "cp"))
-
-
-def _evaluated(name: str, evaluated: Sequence[Event]) -> dict[str, list[Any]]:
-    """A column of validations, empty without any. The last counts if a step was evaluated
-    twice."""
-    found = {
-        step: value
-        for event in evaluated
-        if (step := step_of(event)) is not None
-        if (value := number(event, name)) is not None
-    }
-    steps = sorted(found)
-    return {"step": steps, "y": [_short(found[step]) for step in steps]} if found else {}
 
 
 def marks(record: RunRecord) -> list[dict[str, Any]]:
@@ -199,9 +164,5 @@ def _what(event: Event) -> str:
     for name in ("why", "reason", "error", "signal", "message"):
         if event.get(name):
             return str(event[name])
-    if event.get("kind") == "end":
-        return f"rank {event.get('rank', 0)}, exit code {event.get('exit_code')}"
-    if event.get("kind") == "resume":
-        return f"{event.get('dropped_metrics_lines', 0)} logged steps are done again"
     own = {key: value for key, value in event.items() if key not in ("time", "kind", "step")}
     return ", ".join(f"{key} {value}" for key, value in own.items())
