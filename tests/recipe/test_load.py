@@ -324,12 +324,12 @@ class TestFiles:
             (b"name: a\nmodel: \xe9\n", "no UTF-8"),
             (b"\x7fELF\x00\x00\x00\x80", "no UTF-8"),
             ("x: 1\n" * 100_000, "has 500000 bytes, more than 262144 bytes"),
-            ("a: " + "[" * 1000, "deeper nesting"),
-            ("a: [" + "1," * 30_000 + "]", "more values"),
+            ("a: " + "[" * 1000, "nesting deeper"),
+            ("a: [" + "1," * 30_000 + "]", "more than 20000 values"),
             ("a: &a [x, x]\n" + "\n".join(
                 f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join([f'*{chr(97 + i)}'] * 9)}]"
                 for i in range(9)
-            ), "more values"),
+            ), "more than 20000 values"),
             ("a: &a [*a]\n", "the alias `*a`"),
         ],
     )  # fmt: skip

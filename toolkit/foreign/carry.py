@@ -16,7 +16,7 @@ from toolkit.recipe.foreign import foreign, foreign_values
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.section import Section
 from toolkit.recipe.words import settings as recipe_settings
-from toolkit.recipe.yaml_text import NumberError, Value, resolve_plain
+from toolkit.recipe.yaml_text import resolve_plain
 from toolkit.text.redact import redact
 from toolkit.text.suggest import did_you_mean
 from toolkit.text.terminal import printable
@@ -318,7 +318,7 @@ def fitting(key: str, value: Any) -> tuple[Any, str]:
             foreign_values().get(key, {}).get(word, word if word in setting.choices else value)
         )
         if setting.takes("integer", "number"):
-            value = as_yaml(value)
+            value = resolve_plain(value)
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = value if setting.takes("number") else int(value)
     if setting.sections:  # judged with the whole recipe
@@ -359,14 +359,6 @@ def same(one: Any, other: Any) -> bool:
         scale = max(abs(one), abs(other))
         return one == other or (scale < 1e300 and abs(one - other) <= 1e-9 * scale)
     return bool(one == other)
-
-
-def as_yaml(text: str) -> Value:
-    """A plain value as YAML reads it. A number without end as text."""
-    try:
-        return resolve_plain(text)
-    except NumberError:
-        return text
 
 
 def number(value: Any) -> float | None:

@@ -7,11 +7,12 @@ from typing import Any
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.foreign.blocks import deepspeed, setting_of
-from toolkit.foreign.carry import ForeignSetting, Found, Left, as_yaml, carry
+from toolkit.foreign.carry import ForeignSetting, Found, Left, carry
 from toolkit.foreign.rules import RULES
 from toolkit.foreign.shell import read_flags
 from toolkit.foreign.tables import ForeignTool, tool, tools
 from toolkit.recipe import yaml_text
+from toolkit.recipe.yaml_text import resolve_plain
 from toolkit.system.untrusted import read_bytes
 
 SECTIONS = {
@@ -92,7 +93,7 @@ def _of_flags(file: JsonFile) -> tuple[dict[str, ForeignSetting], list[Left]]:
     """argparse takes a name with either kind of dash, and the last of several."""
     settings = {}
     for name, (flag, values) in file.values.items():
-        value: Any = as_yaml(_plain(values[0])) if len(values) == 1 else [*values]
+        value: Any = resolve_plain(_plain(values[0])) if len(values) == 1 else [*values]
         settings[name] = ForeignSetting(
             flag, value if values else True, str(file.path), file.lines[name]
         )

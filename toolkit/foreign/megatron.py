@@ -16,13 +16,13 @@ from toolkit.foreign.carry import (
     ForeignSetting,
     Found,
     Settings,
-    as_yaml,
     number,
     same,
 )
 from toolkit.foreign.tables import tool
 from toolkit.models.families import arguments, megatron_model, model_spec, unsupported
 from toolkit.recipe.dump import in_yaml
+from toolkit.recipe.yaml_text import resolve_plain
 
 _GPT2_TOKENIZER = ("GPT2BPETokenizer", "openai-community/gpt2", 50257)
 """pretrain_gpt.py's own tokenizer: its type, name and tokens."""
@@ -73,7 +73,7 @@ def _sources(found: Found, key: str, at: ForeignSetting) -> None:
     if any("$" in str(word) for word in words):
         found.drop(at, f"only the shell knows {at.written}")
         return
-    weights = [number(as_yaml(str(word))) for word in words[::2]]
+    weights = [number(resolve_plain(str(word))) for word in words[::2]]
     prefixes = [str(word) for word in words]
     if len(words) > 1 and len(words) % 2 == 0 and None not in weights:
         prefixes = prefixes[1::2]

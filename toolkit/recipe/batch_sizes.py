@@ -1,7 +1,7 @@
 """How many samples each step has. Its tokens follow from that."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
@@ -56,12 +56,6 @@ class BatchSizes:
     def tokens(self, steps: int) -> int:
         """Positions of the first `steps` steps, masked ones too."""
         return self.samples(steps) * self.sample_tokens
-
-    def steps_by_size(self, steps: int) -> Iterator[tuple[int, int]]:
-        """The size of each stage, and how many of the first `steps` steps have it."""
-        ends = [stage.first_step for stage in self.stages[1:]] + [steps]
-        for stage, end in zip(self.stages, ends, strict=True):
-            yield stage.size, max(0, min(end, steps) - stage.first_step)
 
     def steps_of_tokens(self, tokens: int) -> int:
         """Steps that have so many positions, rounded up."""

@@ -37,7 +37,7 @@ default is `null`, `null` is accepted, too.
   directory. A value that may also be a hub id is a path when it begins with `./`, `../`,
   `/` or `~`, or when it exists.
 - YAML 1.2: `true` and `false` are the only booleans, and numbers have no underscores. Tags
-  and merge keys (`<<`) are refused.
+  are refused.
 - Credentials belong in the environment (`HF_TOKEN`, `WANDB_API_KEY`). A recipe with one is
   refused.
 """

@@ -16,7 +16,6 @@ from toolkit.recipe.section import Section
 from toolkit.recipe.words import GUARD, Setting, members, schema_of, settings
 from toolkit.recipe.yaml_text import (
     KeyPath,
-    NumberError,
     Stated,
     dotted,
     plain_text,
@@ -33,7 +32,9 @@ _ELSEWHERE = 0.8
 _MOST_PLACES = 3
 """A key that more sections have (`name`) says nothing about which one was meant."""
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_SPELT_OUT = re.compile(r"(\d[\d_,]{,20}(?:\.\d{,20})?) ?([kmbt]?)", re.IGNORECASE)
+"""`1_000`, `1,000` and `8k`."""
+_SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
 def explain(
@@ -156,15 +157,12 @@ class _Explanation:
         """The fix for an unknown key, and the settings that the user may have meant: one of
         another kind or section, another tool's name, or a misspelling."""
         around = self.settings.get(re.sub(r"\[\d+\]", "", section))
-        forms = around.kinds if around else {}
-
-        def kinds(key: str) -> str:
-            return " or ".join(kind for kind, one in forms.items() if key in one["properties"])
-
-        if needed := kinds(name):
-            return f"remove it, or set kind to {needed}", []
+        forms = around.kinds.items() if around else ()
+        if kinds := [kind for kind, one in forms if name in one["properties"]]:
+            return f"remove it, or set kind to {' or '.join(kinds)}", []
+        names = {path: path.rpartition(".")[2] for path in self.settings}
         # A name that some section has is at the wrong place, unless it is everywhere.
-        elsewhere = [path for path in self.settings if path.rpartition(".")[2] == name]
+        elsewhere = [path for path, last in names.items() if last == name]
         if 0 < len(elsewhere) <= _MOST_PLACES:
             parents = [f"`{above}`" for path in elsewhere if (above := path.rpartition(".")[0])]
             where = f"under {' or '.join(parents)}" if parents else "at the top level"
@@ -172,13 +170,10 @@ class _Explanation:
         other = foreign(name) or foreign(f"{section}.{name}")
         if other and self.section is Recipe:
             return other.advice, [other.target] if other.target else []
-        inside = {key for one in forms.values() for key in one["properties"]}
-        if close := closest(name.lower(), here) or closest(name.lower(), inside):
-            only = "" if close in here else f", with kind {kinds(close)}"
-            return f"did you mean `{close}`{only}?", [f"{section}.{close}".lstrip(".")]
-        names = [path.rpartition(".")[2] for path in self.settings]
-        if close := closest(name.lower(), names, _ELSEWHERE):
-            paths = [path for path in self.settings if path.rpartition(".")[2] == close]
+        if close := closest(name.lower(), here):
+            return f"did you mean `{close}`?", [f"{section}.{close}".lstrip(".")]
+        if close := closest(name.lower(), names.values(), _ELSEWHERE):
+            paths = [path for path, last in names.items() if last == close]
             return f"did you mean `{paths[0]}`?", paths
         return _REMOVE if self.section is Recipe else "remove it", []
 
@@ -190,72 +185,49 @@ def setting_of(path: KeyPath) -> str:
 
 def _fix(path: KeyPath, setting: Setting, stated: Stated) -> str:
     """The text to type instead of a value that does not fit. Empty where none is known."""
-    value, takes_list = stated.at(path), setting.takes("array")
-    if isinstance(value, list):
-        takes_one = setting.takes("string", "integer", "number", "boolean")
-        single = len(value) == 1 and takes_one and not takes_list
-        return f"without brackets: {stated.text((*path, 0))}" if single else ""
-    if isinstance(value, dict):
-        return value_fix(setting_of(path), "a map")
-    if value is None:
+    key, value = setting_of(path), stated.at(path)
+    if value is None or isinstance(value, list):
         return ""
-    if isinstance(value, str):
-        return _fix_text(path, value, setting, stated)
-    text = plain_text(value)
-    if takes_list:
-        pair = any("prefixItems" in one for one in members(setting.schema))
-        return "" if pair else f"put it in brackets: [{text}]"
-    if translated := value_fix(setting_of(path), text):
+    text = "a map" if isinstance(value, dict) else plain_text(value)
+    if isinstance(value, str) and (fix := _fix_text(key, value, setting)):
+        return fix
+    if translated := value_fix(key, text):
         return translated
+    if isinstance(value, dict):
+        return ""
+    if setting.takes("array") and not any(
+        "prefixItems" in one for one in members(setting.schema)
+    ):
+        return f"put it in brackets: [{stated.text(path)}]"
     if isinstance(value, bool):
         word = "auto" if value else "none"
         return f"write {word}" if word in setting.choices else ""
-    if isinstance(value, int) and value >= GUARD and setting.takes("integer"):
-        return "write a smaller number"
-    if isinstance(value, float) and setting.takes("integer") and abs(value) < 1e18:
+    if isinstance(value, float) and setting.takes("integer") and abs(value) < GUARD:
         return f"write {round(value)}"
-    return (
-        f'put it in quotes: "{text}"' if setting.takes("string") and not setting.choices else ""
-    )
+    if isinstance(value, int) and setting.takes("integer") and value >= GUARD:
+        return "write a smaller number"
+    if setting.takes("string") and not setting.choices and not isinstance(value, str):
+        return f'put it in quotes: "{text}"'
+    return _similar(value, setting.choices)
 
 
-def _fix_text(path: KeyPath, text: str, setting: Setting, stated: Stated) -> str:
-    key, value = setting_of(path), _plain_value(text)
-    numbers = setting.takes("integer", "number")
+def _fix_text(key: str, text: str, setting: Setting) -> str:
+    """The boolean, number or name that a text is meant to be. Empty for any other."""
+    value, numbers = resolve_plain(text), setting.takes("integer", "number")
     if setting.takes("boolean") and text.lower() in _YES_NO:
         return f"write {_YES_NO[text.lower()]}"
-    is_boolean = isinstance(value, bool)
-    if setting.takes("boolean") if is_boolean else numbers and value is not None:
+    if (
+        setting.takes("boolean")
+        if isinstance(value, bool)
+        else numbers and value not in (text, None)
+    ):
         return f"remove the quotes: {text}"
-    if numbers and (number := _spelt_out(text)):
-        return f"write {number}"
-    if translated := value_fix(key, text):
-        return translated
-    if setting.takes("array"):
-        return f"put it in brackets: [{stated.text(path)}]"
-    if key == "name" and (slug := _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]):
-        return f"write {slug}"
-    return _similar(text, setting.choices)
-
-
-def _plain_value(text: str) -> bool | int | float | None:
-    """The value of a text without its quotes. None if that is text as well, or nothing."""
-    try:
-        value = resolve_plain(text)
-    except NumberError:
-        return None
-    return None if isinstance(value, str) else value
-
-
-def _spelt_out(text: str) -> str:
-    """`1_000`, `1,000` and `8k` as plain numbers. Empty for anything else."""
-    bare = text.replace("_", "").replace(",", "").strip().lower()[:30]
-    factor = _SUFFIXES.get(bare[-1:], 1)
-    number = _plain_value(bare[:-1] if factor > 1 else bare)
-    if number is None or isinstance(number, bool):
-        return ""
-    product = number * factor
-    return plain_text(int(product) if product == int(product) else product)
+    if numbers and (found := _SPELT_OUT.fullmatch(text)):
+        digits, suffix = found.groups()
+        number = float(re.sub("[_,]", "", digits)) * _SUFFIXES[suffix.lower()]
+        return f"write {plain_text(int(number) if number.is_integer() else number)}"
+    slug = _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]
+    return f"write {slug}" if key == "name" and slug else ""
 
 
 def _similar(value: object, choices: list[str]) -> str:

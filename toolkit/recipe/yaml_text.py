@@ -24,14 +24,11 @@ from ruamel.yaml.tag import Tag
 from toolkit.errors import Problem, RecipeError
 
 MAX_BYTES = 256 * 1024
-"""Largest file. ruamel's scanner needs more than linear time for some inputs."""
+"""Largest file that is read. ruamel's scanner needs more than linear time for some inputs."""
 MAX_NODES = 20_000
 """Most nodes of a document, aliases counted as often as they are used."""
 MAX_DEPTH = 32
 """Deepest nesting, aliases included."""
-MAX_NUMBER_LENGTH = 64
-"""Longest number, in characters."""
-
 TOP = "(top level)"
 """Key of a mistake in the recipe's outermost map itself."""
 WHOLE_FILE = "(file)"
@@ -120,10 +117,6 @@ class Stated:
         return "nothing" if value is None else plain_text(value)
 
 
-class NumberError(ValueError):
-    """A number that is too long, or not finite."""
-
-
 def plain_text(value: object) -> str:
     """A value as a recipe would state it on one line."""
     if value is None:
@@ -150,38 +143,26 @@ def parts_of(key: str) -> KeyPath:
 
 
 def resolve_plain(text: str) -> Value:
-    """Value of an unquoted scalar by the YAML 1.2 core schema.
-
-    Raises NumberError for numbers that are not finite or longer than
-    `MAX_NUMBER_LENGTH`.
-    """
+    """Value of an unquoted scalar by the YAML 1.2 core schema. A number of more digits than
+    Python reads is a text."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
         return text.lower() == "true"
-    if _NOT_FINITE.fullmatch(text):
-        raise NumberError("a finite number")
-    is_int = _INT.fullmatch(text)
-    if not is_int and not _FLOAT.fullmatch(text):
-        return text
-    if len(text) > MAX_NUMBER_LENGTH:
-        raise NumberError(f"a number of at most {MAX_NUMBER_LENGTH} characters")
-    if is_int:
-        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-    number = float(text)
-    if not math.isfinite(number):
-        raise NumberError("a finite number")
-    return number
+    with suppress(ValueError):
+        if _INT.fullmatch(text):
+            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+        if _FLOAT.fullmatch(text):
+            return float(text)
+        if _NOT_FINITE.fullmatch(text):
+            return float(text.replace(".", "").lower())
+    return text
 
 
 def is_plain(text: str) -> bool:
     """True if every YAML reader takes these letters, without quotes, for this text."""
-    if not _SAFE_UNQUOTED.fullmatch(text) or text.lower() in _YAML_1_1_WORDS:
-        return False
-    try:
-        return isinstance(resolve_plain(text), str)
-    except NumberError:
-        return False
+    is_safe = _SAFE_UNQUOTED.fullmatch(text) and text.lower() not in _YAML_1_1_WORDS
+    return bool(is_safe) and isinstance(resolve_plain(text), str)
 
 
 def _in_pyyaml(text: str, value: Value) -> Value:
@@ -196,9 +177,9 @@ def _in_pyyaml(text: str, value: Value) -> Value:
 def parse(text: str, file: str, *, is_foreign: bool = False) -> tuple[Stated, list[Problem]]:
     """Read one YAML document.
 
-    `file` is only shown in errors. `is_foreign`: of a tool that reads it by PyYAML, where merge
-    keys count and `yes`, `no`, `on` and `off` are booleans. Returns what is stated and the
-    mistakes that do not stop reading (tags, keys stated twice, keys that are not text).
+    `file` is only shown in errors. `is_foreign`: of a tool that reads it by PyYAML, where
+    `yes`, `no`, `on` and `off` are booleans. Returns what is stated and the mistakes that do
+    not stop reading (tags, keys stated twice, keys that are not text).
 
     Raises RecipeError when the text is no YAML or exceeds a bound.
     """
@@ -242,30 +223,29 @@ class _Reader:
 
     def compose(self, text: str) -> Any:
         """The tree of ruamel's composer, its errors turned into ours."""
-        if len(text) > MAX_BYTES:
-            raise self.too_much("a longer text", f"at most {MAX_BYTES} characters")
+        line = 1
         try:
             return _composed(text)
         except RecursionError:
-            raise self.too_much("deeper nesting", f"at most {MAX_DEPTH} levels") from None
+            raise self.too_much(f"nesting deeper than {MAX_DEPTH} levels", 1) from None
         except ReaderError as error:
+            reason = f"the character {error.character!r}"
             line = text.count("\n", 0, error.position) + 1
-            raise self.syntax(f"the character {error.character!r}", line) from None
         except MarkedYAMLError as error:
-            mark = error.problem_mark or error.context_mark
-            reason = error.problem or error.context or "no YAML"
-            raise self.syntax(str(reason), mark.line + 1 if mark else 1) from None
+            reason = str(error.problem or error.context)
+            if mark := error.problem_mark or error.context_mark:
+                line = mark.line + 1
         except (YAMLError, ValueError, LookupError, AssertionError, AttributeError) as error:
-            # ruamel reports some malformed directives and escapes this way.
-            raise self.syntax(type(error).__name__, 1) from None
+            reason = type(error).__name__  # some malformed directives and escapes
+        raise self.syntax(reason, line)
 
     def syntax(self, reason: str, line: int) -> RecipeError:
         fix = _SYNTAX_FIXES.get(reason, "fix the YAML at this line or just above it")
         found = reason.removeprefix("but ").removeprefix("found ")
         return self.stop(found, "valid YAML", fix, line)
 
-    def too_much(self, found: str, allowed: str, node: Any = None) -> RecipeError:
-        return self.stop(found, allowed, "shorten it", self.place(node).line)
+    def too_much(self, found: str, line: int) -> RecipeError:
+        return self.stop(found, "a file of settings", "shorten it", line)
 
     def stop(self, found: str, allowed: str, fix: str, line: int) -> RecipeError:
         problem = Problem(WHOLE_FILE, found, allowed, fix, self.file, line)
@@ -280,17 +260,18 @@ class _Reader:
 
     def value(self, node: Any, path: KeyPath) -> Any:
         """The data of one of ruamel's nodes, at a path of the document."""
+        line = self.place(node).line
         self.nodes += 1
         if self.nodes > MAX_NODES:
-            found = "more values, aliases counted at each use"
-            raise self.too_much(found, f"at most {MAX_NODES}", node)
+            found = f"more than {MAX_NODES} values, aliases counted at each use"
+            raise self.too_much(found, line)
         if len(self.around) > MAX_DEPTH:
-            raise self.too_much("deeper nesting", f"at most {MAX_DEPTH} levels", node)
+            raise self.too_much(f"nesting deeper than {MAX_DEPTH} levels", line)
         if isinstance(node, ScalarNode):
             return self.scalar(node, path)
         if node in self.around:
             found = f"the alias `*{node.anchor}` inside the value that it stands for"
-            raise self.syntax(found, node.start_mark.line + 1)
+            raise self.syntax(found, line)
         self.around.append(node)
         is_map = isinstance(node, MappingNode)
         if node.tag.removeprefix(_TAG) not in ("", "map" if is_map else "seq"):
@@ -303,7 +284,7 @@ class _Reader:
         entries: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for key_node, value in node.value:
-            if self.is_foreign and key_node.value == "<<" and key_node.style is None:
+            if key_node.value == "<<" and key_node.style is None:
                 merged = self.merged(value, path) | merged
                 continue
             name = self.key_name(key_node, path)
@@ -325,27 +306,19 @@ class _Reader:
             built = self.value(one, path)
             self.places |= places
             if not isinstance(built, dict):
-                raise self.syntax("no map behind the merge key", node.start_mark.line + 1)
+                raise self.syntax("no map behind the merge key", self.place(node).line)
             entries = built | entries
         return entries
 
     def key_name(self, node: Any, path: KeyPath) -> str:
         """The key's text. Empty, with a problem reported, when it cannot be a key."""
-        if not isinstance(node, ScalarNode):
-            fix = "write a text key before the colon"
-            self.report(path, node, "a list or map as a key", "text keys", fix)
-            return ""
-        text = str(node.value)
-        if text == "<<" and node.style is None:
-            fix = "write the settings out, or use `extends:`"
-            self.report((*path, "<<"), node, "a merge key", "text keys", fix)
-            return ""
-        value = self.scalar(node, path)
-        if not isinstance(value, str) or not value:
-            fix = f'put it in quotes: "{text}"' if text else "write a key first"
-            self.report(path, node, f"the key {text!r}", "text keys", fix)
-            return ""
-        return value
+        text = str(node.value) if isinstance(node, ScalarNode) else ""
+        name = self.scalar(node, path) if text else ""
+        if isinstance(name, str) and name:
+            return name
+        fix = f'put it in quotes: "{text}"' if text else "write a text before the colon"
+        self.report(path, node, f"the key {text!r}" if text else "no text", "text keys", fix)
+        return ""
 
     def sequence(self, node: Any, path: KeyPath) -> list[Any]:
         items = []
@@ -362,13 +335,11 @@ class _Reader:
             fix = "remove the character"
             self.report(path, node, f"the character {found[0]!r}", "text", fix)
             return ""
-        try:
-            value: Value = text if is_quoted else resolve_plain(text)
-            if self.is_foreign and not is_quoted:
-                value = _in_pyyaml(text, value)
-        except NumberError as error:
-            self.report(path, node, text, str(error), "write another number")
-            return None
+        value: Value = text if is_quoted else resolve_plain(text)
+        if self.is_foreign and not is_quoted:
+            value = _in_pyyaml(text, value)
+        if isinstance(value, float) and not math.isfinite(value):
+            self.report(path, node, text, "a finite number", "write another number")
         if node.tag:
             self.bad_tag(node, path)
         return value
