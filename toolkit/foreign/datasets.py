@@ -1,4 +1,7 @@
-"""Data sets as Axolotl and LLaMA-Factory describe them, as sources of a recipe."""
+"""Data sets as Axolotl and LLaMA-Factory describe them, as sources of a recipe.
+
+What a source has is taken out of the description. What remains is named, for the user to state.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -7,6 +10,7 @@ from typing import Any
 
 from toolkit.engines.deepspeed.json_file import JsonFile, read_json
 from toolkit.foreign.carry import (
+    OFF,
     Carried,
     ForeignSetting,
     Found,
@@ -16,26 +20,23 @@ from toolkit.foreign.carry import (
 
 Source = dict[str, Any]
 
-_PAIRS = ("chat_template", "chat_template.default", "orpo.chat_template")
 _SHAREGPT = {"role": "from", "content": "value"}
 _AS_HERE: Mapping[str, tuple[object, ...]] = {
-    "message_property_mappings": (None, {"role": "role", "content": "content"}, _SHAREGPT),
-    "train_on_eos": (None, "turn"),
-    "roles_to_train": (None, ["assistant"], ["gpt"], ["assistant", "gpt"]),
+    "message_property_mappings": ({"role": "role", "content": "content"}, _SHAREGPT),
+    "train_on_eos": ("turn",),
+    "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]),
+    "type": ("chat_template", "chat_template.default", "orpo.chat_template"),
 }
-"""Settings of Axolotl's chats, and the values with which messages are read and trained as
+"""Settings of Axolotl's data sets, and the values with which rows are read and trained as
 here."""
+_WITHOUT_EFFECT = ("ds_type", "trust_remote_code", "chat_template")
 _PAIR_FIELDS = {
     "field_messages": "prompt",
     "field_chosen": "chosen",
     "field_rejected": "rejected",
 }
-_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
-"""LLaMA-Factory's words for the columns of the format alpaca, and ours."""
-_DESCRIBED = (
-    *("hf_hub_url", "file_name", "subset", "split", "formatting", "columns", "tags"),
-    "ranking",
-)
+_ALPACA = {"instruction": "prompt", "input": "query", "output": "response", "system": "system"}
+"""Our columns of the format alpaca, and LLaMA-Factory's words for them."""
 
 
 def _put(found: Found, key: str, sources: Sequence[Source], at: ForeignSetting) -> None:
@@ -46,6 +47,22 @@ def _put(found: Found, key: str, sources: Sequence[Source], at: ForeignSetting) 
     elif sources:
         share = {"epochs": 1} if key == "data.train" else {}
         found.values[key] = Carried([{**source, **share} for source in sources], at)
+
+
+def _drop_rest(found: Found, at: ForeignSetting, name: object, rest: Mapping[str, Any]) -> None:
+    """Name what a source of the recipe does not state of the data set `name`."""
+    if left := [one for one, value in rest.items() if value not in OFF]:
+        found.drop(at, f"{name}: not as there (docs/data.md): {', '.join(left)}")
+
+
+def _renamed(columns: Mapping[str, Any]) -> Source:
+    """The columns, by our names, that have another name in the data."""
+    other = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+    return {"columns": other} if other else {}
+
+
+def _on(settings: Settings, name: str) -> bool:
+    return name in settings and bool(settings[name].value)
 
 
 # Axolotl
@@ -86,57 +103,35 @@ def _objective(found: Found, settings: Settings, kinds: set[str], at: ForeignSet
 def _axolotl_source(
     given: dict[str, Any], settings: Settings, at: ForeignSetting, found: Found
 ) -> Source:
-    unread: list[str] = []
-    prompt = str(given.pop("type", None) or "chat_template")
+    prompt = str(given.get("type") or "chat_template").partition(".")[0]
     is_sharegpt = given.get("message_property_mappings") == _SHAREGPT
-    for name, usual in _AS_HERE.items():
-        if given.get(name) in usual:
-            given.pop(name, None)
+    objective = found.values.get("training.objective")
+    for name in [name for name in given if given[name] in _AS_HERE.get(name, ())]:
+        del given[name]
     source: Source = {"path": given.pop("path")}
     source |= {
         name: given.pop(name) for name in ("name", "split", "revision") if given.get(name)
     }
-    if (files := given.pop("data_files", None)) is not None:
-        unread.append(f"data_files {files}: write them as path")
     fields: dict[str, str] = {}
-    if (
-        "training.objective" in found.values
-        and found.values["training.objective"].at.name == "rl"
-    ):
-        source["kind"] = "preference"
-        if prompt not in _PAIRS:
-            unread.append(f"type {prompt}: columns are prompt, chosen and rejected")
-        fields = _PAIR_FIELDS
-    elif prompt.partition(".")[0] in ("completion", "pretrain") or _on(
-        settings, "pretraining_dataset"
-    ):
+    if objective is not None and objective.at.name == "rl":
+        source["kind"], fields = "preference", _PAIR_FIELDS
+    elif prompt in ("completion", "pretrain") or _on(settings, "pretraining_dataset"):
+        given.pop("type", None)
         field = given.pop("field", None) or given.pop("text_column", None) or "text"
         source |= {"kind": "hf", "text_field": field}
     else:
-        word = "conversations" if is_sharegpt else "messages"
-        form = prompt.partition(".")[0]
         shape = "sharegpt" if is_sharegpt else "messages"
-        source |= {"kind": "chat", "format": "alpaca" if form == "alpaca" else shape}
-        fields = {"field_messages": word}
-        if form != "chat_template":
-            unread.append(f"its prompt {form} is another template: see data.chat_template")
+        source |= {"kind": "chat", "format": "alpaca" if prompt == "alpaca" else shape}
+        fields = {"field_messages": "conversations" if is_sharegpt else "messages"}
         if _on(settings, "train_on_inputs"):
             source["loss_on"] = "all"
-    named = {ours: given.pop(theirs, None) or ours for theirs, ours in fields.items()}
-    if columns := {ours: name for ours, name in named.items() if name != ours}:
-        source["columns"] = columns
+    source |= _renamed({ours: given.pop(name, None) or ours for name, ours in fields.items()})
     excess = settings.get("excess_length_strategy")
     if source["kind"] != "hf" and (excess is None or excess.value != "truncate"):
         source["too_long"] = "drop"
-    plain = ("ds_type", "trust_remote_code", "chat_template")
-    unread += [name for name, one in given.items() if one and name not in plain]
-    for reason in unread:
-        found.drop(at, f"{source['path']}: {reason}")
+    rest = {name: one for name, one in given.items() if name not in _WITHOUT_EFFECT}
+    _drop_rest(found, at, source["path"], rest)
     return source
-
-
-def _on(settings: Settings, name: str) -> bool:
-    return name in settings and bool(settings[name].value)
 
 
 # LLaMA-Factory
@@ -163,84 +158,46 @@ def llama_factory(found: Found, settings: Settings, file: JsonFile, objective: s
                 if not info:
                     what = f"no {path.name} in {path.parent} says what {one} is"
                     found.drop(at, f"complete {key}: {what}")
-            source, unread = _source(one, info, path.parent.absolute(), settings, objective)
+            source, rest = _source(one, info, path.parent.absolute(), settings, objective)
             sources.append(source)
-            if unread:
-                found.drop(at, f"{one}: {', '.join(unread)}")
+            _drop_rest(found, at, one, rest)
         _put(found, key, sources, at)
 
 
 def _source(
     name: str, info: Mapping[str, Any], folder: Path, settings: Settings, objective: str
-) -> tuple[Source, list[str]]:
-    """A source of the recipe, and what DMT does not read of its rows."""
+) -> tuple[Source, dict[str, Any]]:
+    """A source of the recipe, and what of the description it does not have."""
+    rest = dict(info)
     columns, tags = (
-        value if isinstance(value := info.get(part), Mapping) else {}
+        dict(value) if isinstance(value := rest.pop(part, {}), Mapping) else {}
         for part in ("columns", "tags")
     )
-    local = str(folder / str(info["file_name"])) if "file_name" in info else name
-    source: Source = {"path": info.get("hf_hub_url", local)}
-    for theirs, ours in (("subset", "name"), ("split", "split")):
-        source |= {ours: info[theirs]} if theirs in info else {}
-    sharegpt, pairs = info.get("formatting") == "sharegpt", objective in ("dpo", "orpo")
-    unread = _unread(info, columns, objective, sharegpt)
+    file = rest.pop("file_name", None)
+    source: Source = {"path": name if file is None else str(folder / str(file))}
+    for theirs, ours in (("hf_hub_url", "path"), ("subset", "name"), ("split", "split")):
+        source |= {ours: rest.pop(theirs)} if theirs in rest else {}
+    is_sharegpt = rest.get("formatting") == "sharegpt"
     if objective == "pretrain":
-        return {
-            "kind": "hf",
-            **source,
-            "text_field": columns.get("prompt", "instruction"),
-        }, unread
-    if pairs:
-        if sharegpt:
-            unread.append("an answer is a list of messages or a text, there one message")
-        prompt = "messages" if sharegpt else "prompt"
-        named = {"prompt": columns.get(prompt, "prompt")}
-        named |= {one: columns.get(one, one) for one in ("chosen", "rejected")}
-        return {"kind": "preference", **source, **_renamed(named)}, unread
-    openai = tags.items() >= {"role_tag": "role", "content_tag": "content"}.items()
-    if tags and not openai:
-        unread.append("no messages with such tags are read")
-    elif not sharegpt and not unread:
-        unread.append(
-            "an input follows its instruction after an empty line, there after a line break"
-        )
-    if sharegpt:
-        named = {
-            "messages" if openai else "conversations": columns.get("messages", "conversations")
-        }
-        form = "messages" if openai else "sharegpt"
-    else:
-        named = {ours: columns.get(theirs, ours) for theirs, ours in _ALPACA.items()}
-        form = "alpaca"
+        source |= {"kind": "hf", "text_field": columns.pop("prompt", "instruction")}
+    elif objective in ("dpo", "orpo"):  # a sharegpt answer is one message, here a list or text
+        named = {"prompt": "messages" if is_sharegpt else "prompt"}
+        named |= {"chosen": "chosen", "rejected": "rejected"}
+        rest.pop("ranking", None)
+        renamed = {ours: columns.pop(theirs, ours) for ours, theirs in named.items()}
+        source |= {"kind": "preference", **_renamed(renamed)}
+    elif is_sharegpt:
+        openai = tags.items() >= {"role_tag": "role", "content_tag": "content"}.items()
+        ours, form = ("messages", "messages") if openai else ("conversations", "sharegpt")
+        renamed = {ours: columns.pop("messages", "conversations")}
+        source |= {"kind": "chat", "format": form, **_renamed(renamed)}
+        rest |= {"formatting": None} if openai or not tags else {"tags": tags}
+    else:  # an input follows its instruction after an empty line, there after a line break
+        rest |= {"formatting": "alpaca", "tags": tags}
+        renamed = {ours: columns.pop(theirs, ours) for ours, theirs in _ALPACA.items()}
+        source |= {"kind": "chat", "format": "alpaca", **_renamed(renamed)}
     masks = {"train_on_prompt": "all", "mask_history": "last_assistant"}
-    loss_on = [word for key, word in masks.items() if _on(settings, key)][:1]
-    source |= {
-        "format": form,
-        **_renamed(named),
-        **({"loss_on": loss_on[0]} if loss_on else {}),
-    }
-    return {"kind": "chat", **source}, unread
-
-
-def _unread(
-    info: Mapping[str, Any], columns: Mapping[str, Any], objective: str, sharegpt: bool
-) -> list[str]:
-    """Columns, and settings of the description."""
-    pairs = objective in ("dpo", "orpo")
-    read = {"messages"} if sharegpt else {"prompt"} if pairs else {*_ALPACA}
-    read = {"prompt"} if objective == "pretrain" else read
-    read |= {"chosen", "rejected"} if pairs else set()
-    left = [
-        f"no column {column} is read as {name}"
-        for name, column in columns.items()
-        if column and name not in read
-    ]
-    left += [name for name in info if name not in _DESCRIBED]
-    if info.get("ranking") and not pairs:
-        left.append("ranking is for dpo and orpo")
-    return left
-
-
-def _renamed(columns: Mapping[str, Any]) -> Source:
-    other = {ours: theirs for ours, theirs in columns.items() if ours != theirs}
-    return {"columns": other} if other else {}
+    loss_on = [word for key, word in masks.items() if _on(settings, key)]
+    if loss_on and source["kind"] == "chat":
+        source["loss_on"] = loss_on[0]
+    return source, {**rest, "columns": columns}
