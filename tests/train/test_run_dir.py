@@ -67,7 +67,7 @@ def test_aliases_of_a_recipe_do_not_take_all_memory(tmp_path):
     run = create(tmp_path, recipe())
     levels = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
     run.recipe.write_text(f"a0: &a0 [1]\n{levels}")
-    with pytest.raises(RecipeError, match=r"not a recipe \(line 1: found more than 20000 values"):
+    with pytest.raises(RecipeError, match=r"not a recipe \(line 1: found more than"):
         create(tmp_path, recipe())
 
 
