@@ -1,18 +1,11 @@
-"""What the columns of rows hold, and what is wrong with a row's text."""
+"""The columns of rows with an example of their values, and what is wrong with a row's text."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource
 
-TEXT = "a text"
-MESSAGES = "lists of messages"
-_MESSAGE = re.compile(r"struct<.*\b(content|value): ")
-"""A message in the name of an Arrow type: chats are lists of role and content, or from and
-value."""
 CORRECT = "correct it, or leave it out of the data"
 
 
@@ -23,56 +16,39 @@ class Broken:
     why: str
 
 
-def arrow_kinds(schema: Any) -> dict[str, str]:
-    """What each column of a `pyarrow.Schema` holds, as `check_column` names it."""
-    kinds = {}
-    for field in schema:
-        # pandas writes its categories as dictionaries.
-        kind = str(field.type)
-        if kind.startswith("dictionary<"):
-            kind = str(field.type.value_type)
-        if kind in ("string", "large_string", "string_view"):
-            kind = TEXT
-        elif kind.startswith(("list<", "large_list<")) and _MESSAGE.search(kind):
-            kind = MESSAGES
-        kinds[field.name] = kind
-    return kinds
-
-
-def add_kinds(columns: dict[str, str], row: Mapping[str, object]) -> None:
-    """Add to `columns` what those of a row of Python values hold, where that is not known."""
+def add_examples(columns: dict[str, object], row: Mapping[str, object]) -> None:
+    """Add the columns of a row to `columns`, each with its first value that is not null."""
     for name, value in row.items():
-        if columns.get(name, "null") == "null":
-            columns[name] = MESSAGES if _is_chat(value) else _named(value)
+        if columns.get(name) is None:
+            columns[name] = value
 
 
-def _is_chat(value: object) -> bool:
+def is_chat(value: object) -> bool:
+    """Whether a value of a column is a list of messages."""
     if not isinstance(value, list) or not value or not isinstance(value[0], dict):
         return False
     return not {"content", "value"}.isdisjoint(value[0])
 
 
-def check_column(source: HfSource, columns: Mapping[str, str]) -> None:
+def check_column(source: HfSource, columns: Mapping[str, object]) -> None:
     """Raise DataError unless the column `text_field` is there and holds text.
 
-    `columns` says what each column holds: TEXT, MESSAGES, `null` where nothing is known.
+    `columns` has a value of each column, None where none is known.
     """
-    kind = columns.get(source.text_field)
-    if kind in (TEXT, "null"):
+    field, value = source.text_field, columns.get(source.text_field)
+    if field in columns and (value is None or isinstance(value, str)):
         return
-    texts = [name for name, held in columns.items() if held == TEXT]
+    texts = [name for name, example in columns.items() if isinstance(example, str)]
     fix = "set `text_field` to the column that holds the text"
     if texts:
         fix = f"set `text_field` to a column of text, of {', '.join(texts)}"
-    if kind is None:
-        found = f"`{source.path}` has no column `{source.text_field}`; its columns are "
-        found += ", ".join(columns) or "none"
-        chats = [name for name, held in columns.items() if held == MESSAGES]
+    if field in columns:
+        found = f"column `{field}` of `{source.path}` holds {_named(value)}, not text"
     else:
-        found = f"column `{source.text_field}` of `{source.path}` holds {kind}, not text"
-        chats = [source.text_field] if kind == MESSAGES else []
-    if chats:
-        found += f"; `{chats[0]}` holds chats"
+        found = f"`{source.path}` has no column `{field}`; its columns are "
+        found += ", ".join(columns) or "none"
+    if chat := next((name for name, example in columns.items() if is_chat(example)), None):
+        found += f"; `{chat}` holds chats"
         fix = (
             "write `kind: chat` (or `kind: preference`) instead of `kind: hf`, see docs/data.md"
         )
@@ -100,5 +76,5 @@ def wrong_text(row: object, column: str) -> str | None:
 def _named(value: object) -> str:
     if value is None:
         return "null"
-    kinds = {str: "a text", list: "a list", dict: "a map", bool: "a boolean"}
+    kinds = {list: "a list", dict: "a map", bool: "a boolean", bytes: "bytes"}
     return kinds.get(type(value), "a number")

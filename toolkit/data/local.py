@@ -14,9 +14,7 @@ from toolkit.data.chat.conversations import (
     MalformedRow,
     check_columns,
     check_dropped,
-    check_mapped,
     examples_of,
-    needs_template,
 )
 from toolkit.data.columns import check_column
 from toolkit.data.listing import check_beginning, find_files
@@ -36,8 +34,8 @@ from toolkit.models.model import check_config, read
 from toolkit.models.safetensors import INDEX, SINGLE, SafetensorsFolder
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import (
-    ChatRowsSource,
     ChatSource,
+    ColumnName,
     DataSection,
     HfSource,
     MegatronSource,
@@ -72,8 +70,7 @@ def local_problems(recipe: Recipe) -> Iterator[Problem]:
             config = model_config(recipe.model, download=False)
     yield from _tokenizer_problems(data, _vocabulary(config))
     for key, source in data.named_sources:
-        wrong = list(_source_problems(key, source))
-        yield from wrong or _template_problems(data, source)
+        yield from _source_problems(key, source, data)
 
 
 def _vocabulary(config: Mapping[str, Any]) -> int | None:
@@ -124,7 +121,7 @@ NO_TOKENIZER = "REPLACE-ME"
 """The tokenizer that `dmt init --from` writes where the files name none."""
 
 
-def _source_problems(key: str, source: Source) -> Iterator[Problem]:
+def _source_problems(key: str, source: Source, data: DataSection) -> Iterator[Problem]:
     if Path(source.place).name == PLACEHOLDER:
         yield Problem(
             f"{key}.path",
@@ -136,7 +133,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
         return
     # Remote files are checked when the data is built: no network is used here.
     remote = [place for place in source.places if is_remote(place)]
-    setting = next(name for name in _PLACES if hasattr(source, name))
+    setting = f"{key}.{next(name for name in _PLACES if hasattr(source, name))}"
     try:
         allowed = "a path that an installed package reads"
         for place in remote:
@@ -148,20 +145,22 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
             read_indexed(Path(source.prefix))
         elif isinstance(source, RowsSource):
             allowed = "a hub id, or data files that can be read"
-            files = _files(source)
+            files = [] if remote else data_files(source) or []
             needed = source.text_field if isinstance(source, HfSource) else None
             columns, all_seen = _columns(files, needed)
             if isinstance(source, HfSource):
-                setting, allowed = "text_field", "the name of a column of text"
+                setting, allowed = f"{key}.text_field", "the name of a column of text"
                 if columns:
                     check_column(source, columns)
-            elif isinstance(source, ChatSource | PreferenceSource) and columns:
-                setting, allowed = "columns", "columns of a known format (docs/data.md)"
-                check_columns(source, list(columns))
-                if all_seen:
-                    check_mapped(source, columns)
-                setting, allowed = "path", "rows that are conversations (docs/data.md)"
-                _check_first_rows(source, files)
+            elif isinstance(source, ChatSource | PreferenceSource):
+                if columns:
+                    allowed = "columns of a known format (docs/data.md)"
+                    setting, place = f"{key}.columns", setting
+                    check_columns(source, columns, all_rows=all_seen)
+                    setting, allowed = place, "rows that are conversations (docs/data.md)"
+                    _check_first_rows(source, files)
+                setting, allowed = "data.chat_template", "a file, a Jinja template, or chatml"
+                _check_template(source, data, columns)
         elif isinstance(source, TextSource):
             allowed = "files and globs that each match a file"
             if here := [pattern for pattern in source.files if pattern not in remote]:
@@ -169,7 +168,7 @@ def _source_problems(key: str, source: Source) -> Iterator[Problem]:
                     if isinstance(file, Path):
                         check_beginning(file)
     except (DataError, BackendUnavailable) as error:
-        yield Problem(f"{key}.{setting}", error.message, allowed, error.fix)
+        yield Problem(setting, error.message, allowed, error.fix)
 
 
 def _check_first_rows(source: ChatSource | PreferenceSource, files: Sequence[DataFile]) -> None:
@@ -184,39 +183,31 @@ def _check_first_rows(source: ChatSource | PreferenceSource, files: Sequence[Dat
             check_dropped(source, f"{place}: {error}")
 
 
-def _template_problems(data: DataSection, source: Source) -> Iterator[Problem]:
-    if not isinstance(source, ChatRowsSource):
-        return
-    key, allowed = "data.chat_template", "a file, a Jinja template, or chatml"
-    try:
-        if data.chat_template is not None:
-            stated_template(data.chat_template)
-        elif data.tokenizer == BYTES:
-            columns, _ = _columns(_files(source))
-            if columns and needs_template(source, columns):
-                found = "nothing, and the tokenizer `bytes` has no template of its own"
-                yield Problem(key, found, allowed, "write `chat_template: chatml` under `data`")
-    except DataError as error:
-        yield Problem(key, error.message, allowed, error.fix)
-
-
-def _files(source: RowsSource) -> list[DataFile]:
-    """Files on this machine that hold the source's rows. None where that is not known.
-
-    Raises DataError where there is none.
-    """
-    return [] if is_remote(source.path) else data_files(source) or []
+def _check_template(
+    source: ChatSource | PreferenceSource, data: DataSection, columns: Mapping[str, object]
+) -> None:
+    """Raise DataError for a template that cannot be read, and for conversations without one.
+    `columns`: as in `check_column`."""
+    answer: ColumnName = "completion" if isinstance(source, ChatSource) else "chosen"
+    is_text = isinstance(columns.get(source.column(answer)), str)
+    if data.chat_template is not None:
+        stated_template(data.chat_template)
+    elif data.tokenizer == BYTES and columns and not is_text:
+        raise DataError(
+            "nothing, and the tokenizer `bytes` has no template of its own",
+            fix="write `chat_template: chatml` under `data`",
+        )
 
 
 def _columns(
     files: Sequence[DataFile], needed: str | None = None
-) -> tuple[dict[str, str], bool]:
-    """Columns of the first files, with what they hold, and whether no row has others. Empty if
-    unknown. Raises DataError if a file lacks the column `needed`, which another has.
+) -> tuple[dict[str, object], bool]:
+    """Columns of the first files, with examples as in `check_column`, and whether no row has
+    others. Empty if unknown.
 
     Raises DataError if a file lacks the column `needed`, which another has.
     """
-    columns: dict[str, str] = {}
+    columns: dict[str, object] = {}
     all_seen, lacking = len(files) <= _FILES_OF_A_FOLDER, ""
     for file in files[:_FILES_OF_A_FOLDER]:
         own, whole = columns_of(file)

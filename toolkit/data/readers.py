@@ -14,17 +14,11 @@ from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from io import BufferedReader
+from itertools import islice
 from pathlib import PurePosixPath
 from typing import Any
 
-from toolkit.data.columns import (
-    CORRECT,
-    TEXT,
-    Broken,
-    add_kinds,
-    arrow_kinds,
-    check_column,
-)
+from toolkit.data.columns import CORRECT, Broken, add_examples, check_column
 from toolkit.data.remote import DataFile
 from toolkit.errors import DataError
 from toolkit.recipe.schema import HfSource, RowsSource
@@ -87,18 +81,22 @@ def read_rows(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]
             yield from _rows_of_json(file, LARGEST_LIST_MIB)
 
 
-def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
-    """Columns of a file, with what they hold as in `check_column`, and whether no row has
-    others. Empty if it cannot be read. For JSON, only the first rows are read."""
-    columns: dict[str, str] = {}
+def columns_of(file: DataFile) -> tuple[dict[str, object], bool]:
+    """Columns of a file, with examples as in `check_column`, and whether no row has others.
+    Empty if it cannot be read. Only the first rows are read."""
+    columns: dict[str, object] = {}
     # What builds the data says what is wrong with a file.
     with suppress(*_UNREADABLE, ValueError, ImportError, DataError):
         match ending_of(file):
             case ".parquet" | ".arrow":
-                with _opened_table(file) as (schema, _):
-                    return arrow_kinds(schema), True
+                with _opened_table(file) as (schema, batches):
+                    columns = dict.fromkeys(schema.names)
+                    for _, row in islice(rows_of(batches(None), file), ROWS_AT_ONCE):
+                        if isinstance(row, dict):
+                            add_examples(columns, row)
+                return columns, True
             case ".txt":
-                return {"text": TEXT}, True
+                return {"text": ""}, True
             case ".json" | ".jsonl":
                 rows = _rows_of_json(file, _LIST_LOOKED_AT_MIB)
                 for number, (_, row) in enumerate(rows):
@@ -106,7 +104,7 @@ def columns_of(file: DataFile) -> tuple[dict[str, str], bool]:
                         return columns, False
                     if not isinstance(row, dict):
                         return {}, False
-                    add_kinds(columns, row)
+                    add_examples(columns, row)
                 return columns, True
     return columns, False
 
@@ -148,7 +146,7 @@ def _lines(file: DataFile, stream: Any) -> Iterator[tuple[str, bytes]]:
 
 def _rows_of_text(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]]:
     if isinstance(source, HfSource):
-        check_column(source, {"text": TEXT})
+        check_column(source, {"text": ""})
     with opened(file) as stream:
         for place, line in _lines(file, stream):
             try:
@@ -250,7 +248,7 @@ def _rows_of_table(file: DataFile, source: RowsSource) -> Iterator[tuple[str, ob
     try:
         with _opened_table(file) as (schema, batches):
             if isinstance(source, HfSource):
-                check_column(source, arrow_kinds(schema))
+                check_column(source, dict.fromkeys(schema.names))
                 yield from rows_of(batches([source.text_field]), file)
             else:
                 # It keeps values of several kinds as JSON: messages of chats may have them.

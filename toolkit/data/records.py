@@ -15,14 +15,13 @@ from itertools import chain, islice
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from toolkit.data.columns import arrow_kinds, check_column
+from toolkit.data.columns import check_column
 from toolkit.data.listing import content_fingerprint, find_files
 from toolkit.data.readers import (
     ROWS_AT_ONCE,
     ending_of,
     read_rows,
     rows_of,
-    without_added_nulls,
 )
 from toolkit.data.remote import DataFile, shown
 from toolkit.errors import BackendUnavailable, DataError
@@ -189,17 +188,13 @@ def _load(source: RowsSource) -> Any:
 
 
 def _rows_of_dataset(source: RowsSource, dataset: Any) -> Iterator[tuple[str, object]]:
-    if not isinstance(source, HfSource):
-        for number, row in enumerate(dataset, start=1):
-            row = without_added_nulls(row, dataset.features)
-            yield f"{shown(source.path)}, row {number:,}", row
-        return
-    check_column(source, arrow_kinds(dataset.features.arrow_schema))
-    tables = dataset.select_columns([source.text_field]).with_format("arrow")
-    batches = (
-        batch for table in tables.iter(batch_size=ROWS_AT_ONCE) for batch in table.to_batches()
-    )
-    yield from rows_of(batches, f"`{shown(source.path)}`")
+    types = dataset.features
+    if isinstance(source, HfSource):
+        check_column(source, dict.fromkeys(dataset.column_names))
+        dataset, types = dataset.select_columns([source.text_field]), None
+    tables = dataset.with_format("arrow").iter(batch_size=ROWS_AT_ONCE)
+    batches = (batch for table in tables for batch in table.to_batches())
+    yield from rows_of(batches, shown(source.path), types)
 
 
 def _cannot_load(source: RowsSource, error: Exception) -> DataError:

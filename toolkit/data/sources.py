@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 
-from toolkit.data.columns import CORRECT, TEXT, add_kinds, check_column, wrong_text
+from toolkit.data.columns import CORRECT, add_examples, check_column, wrong_text
 from toolkit.data.files import fingerprint_of, unreadable
 from toolkit.data.listing import check_text, content_fingerprint, find_files
 from toolkit.data.readers import ending_of
@@ -96,13 +96,14 @@ def decoded(blocks: Iterable[bytes], not_utf8: Callable[[], object]) -> Iterator
 
 def _texts_of_rows(source: HfSource, records: Records) -> Iterator[Iterable[str]]:
     """One document per row, from the column `text_field`. The empty string where it is null."""
-    column, columns = source.text_field, dict[str, str]()
+    column, columns = source.text_field, dict[str, object]()
     for place, row in records:
         if (why := wrong_text(row, column)) is not None:
-            raise DataError(f"{place}: {why}", fix="correct the row")
+            fix = "correct the row, or name a column of text in `text_field`"
+            raise DataError(f"{place}: {why}", fix=fix)
         assert isinstance(row, dict), "anything else is wrong"
-        if columns.get(column) != TEXT:
-            add_kinds(columns, row)
+        if columns.get(column) is None:
+            add_examples(columns, row)
         yield (row.get(column) or "",)
     if not columns:
         raise DataError(f"`{source.path}` has no rows", fix=CORRECT)

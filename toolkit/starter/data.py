@@ -4,7 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from toolkit.data.columns import MESSAGES, TEXT
+from toolkit.data.columns import is_chat
 from toolkit.data.readers import columns_of, ending_of, read_rows
 from toolkit.data.tokenizers import count_tokens
 from toolkit.errors import DataError, PlanError
@@ -77,15 +77,16 @@ def source_of(data: Path, task: Task) -> dict[str, Any]:
             f"--data: {data} has no rows that can be read",
             fix="write an object of JSON on each line, or name a .txt file",
         )
-    path, texts = str(data.absolute()), [name for name, held in columns.items() if held == TEXT]
+    path = str(data.absolute())
     rows: dict[str, Any] = {"path": path}
+    texts = [name for name, value in columns.items() if isinstance(value, str)]
+    chats = [name for name, value in columns.items() if is_chat(value)]
     if {"chosen", "rejected"} <= columns.keys():
         kind = "preference"
-    elif MESSAGES in columns.values() or {"instruction", "output"} <= columns.keys():
+    elif chats or {"instruction", "output"} <= columns.keys():
         kind = "chat"
-        dialog = next((name for name, held in columns.items() if held == MESSAGES), "messages")
-        if dialog not in ("messages", "conversations"):
-            rows["columns"] = {"messages": dialog}
+        if chats and chats[0] not in ("messages", "conversations"):
+            rows["columns"] = {"messages": chats[0]}
     elif {"prompt", "completion"} <= columns.keys():
         kind = "chat"
     elif not columns or data.suffix == ".txt":

@@ -5,11 +5,11 @@ an unknown role.
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias
 
-from toolkit.data.columns import TEXT, Broken
+from toolkit.data.columns import Broken
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatRowsSource, ChatSource, ColumnName, PreferenceSource
 
@@ -182,18 +182,21 @@ def preference_of(value: object, source: PreferenceSource) -> tuple[Example, Exa
     return _answered(prompt, chosen, context), _answered(prompt, rejected, context)
 
 
-def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str]) -> None:
-    """Raise DataError unless rows with these columns can be read as the recipe states."""
+def check_columns(
+    source: ChatSource | PreferenceSource, columns: Collection[str], *, all_rows: bool = False
+) -> None:
+    """Raise DataError unless rows with these columns can be read as the recipe states.
+
+    `all_rows`: whether no row has others. Any one row may lack an optional column.
+    """
     try:
         form = form_of(columns, source)
     except MalformedRow as error:
-        ours = ["messages"] if len(columns) == 1 else ["instruction", "output"]
-        if isinstance(source, PreferenceSource):
-            ours = ["prompt", "chosen", "rejected"]
-        named = ", ".join(f"{our}: {name}" for our, name in zip(ours, columns, strict=False))
-        fix = f"map its columns, e.g. by `columns: {{{named}}}` (docs/data.md)"
+        ours = "prompt: …, chosen: …, rejected: …"
+        if isinstance(source, ChatSource):
+            ours = "messages: …" if len(columns) == 1 else "instruction: …, output: …"
+        fix = f"map its columns, e.g. by `columns: {{{ours}}}` (docs/data.md)"
         raise DataError(f"`{source.path}`: {error}", fix=fix) from error
-    needed = _REQUIRED.get(form, _ANSWERS)
     known = _read(form)
     for stated in source.columns:
         if stated not in known:
@@ -201,36 +204,14 @@ def check_columns(source: ChatSource | PreferenceSource, columns: Sequence[str])
                 f"`columns` names `{stated}`, which data of the form {form} does not have",
                 fix=f"map any of {', '.join(known)}, or remove it",
             )
-    _check_there(source, needed, columns)
-
-
-def check_mapped(source: ChatSource | PreferenceSource, columns: Collection[str]) -> None:
-    """Raise DataError unless all that the recipe maps is among the columns of all rows.
-
-    An optional column may be missing in any one row.
-    """
-    _check_there(source, source.columns, columns)
-
-
-def _check_there(
-    source: ChatRowsSource, names: Iterable[ColumnName], columns: Collection[str]
-) -> None:
-    for name in names:
+    needed = _REQUIRED.get(form, _ANSWERS)
+    for name in (*needed, *source.columns) if all_rows else needed:
         if source.column(name) not in columns:
             raise DataError(
                 f"`{source.path}` has no column `{source.column(name)}`; its columns are "
                 + (", ".join(columns) or "none"),
                 fix=f"name the column that holds it: `columns: {{{name}: …}}`",
             )
-
-
-def needs_template(source: ChatRowsSource, columns: Mapping[str, str]) -> bool:
-    """Whether rows with these columns are conversations rather than plain text.
-
-    `columns` says what each holds, as in `check_column` of `toolkit/data/columns.py`.
-    """
-    answer: ColumnName = "completion" if isinstance(source, ChatSource) else "chosen"
-    return columns.get(source.column(answer)) != TEXT
 
 
 def unread_columns(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
-from toolkit.data.chat.conversations import check_columns, check_mapped
+from toolkit.data.chat.conversations import check_columns
 from toolkit.data.chat.maker import Batch, SampleMaker
 from toolkit.data.chat.report import ChatReport
 from toolkit.data.chat.workers import made_in_order
@@ -125,10 +125,10 @@ def _batches(
         maps = (row for _, _, row in batch if isinstance(row, dict))
         columns |= dict.fromkeys(column for row in maps for column in row)
         if first and columns:
-            check_columns(source, list(columns))
+            check_columns(source, columns)
         yield batch
     if columns:
-        check_mapped(source, columns)
+        check_columns(source, columns, all_rows=True)
 
 
 def _fingerprint(records: Records) -> str:
