@@ -119,30 +119,18 @@ def test_a_step_that_is_damaged_twice_is_set_aside_twice(saver: Saver, tmp_path:
     assert names == ["step-00000050", "step-00000100"]
 
 
-def test_the_manifest_decides_which_step_a_folder_is(saver: Saver, tmp_path: Path) -> None:
+def test_a_checkpoint_under_the_name_of_another_step_is_not_continued(
+    saver: Saver, tmp_path: Path
+) -> None:
     for step in (5, 7):
         save(saver, step)
-    # The older one now has the later name, and there is a copy under another one.
     (tmp_path / "step-00000005").rename(tmp_path / "step-00000009")
-    for name in ("step-original", "step-00000003"):
-        shutil.copytree(tmp_path / "step-00000007", tmp_path / name)
-    found = find_newest(saver.store, expected=True)
-    assert found is not None and (found.manifest.step, found.skipped) == (7, ())
-    assert found.folder.name == "step-00000007"
-    shutil.rmtree(tmp_path / "step-00000007")
     found = find_newest(saver.store, expected=True)
     assert found is not None and found.folder == saver.store.of_step(7)
-    assert found.folder.name == "step-00000003"
-    save(saver, 9)  # takes the name of the other, which loses only that
-    assert [(path.name, Manifest.read(path).step) for path in saver.store.finished()] == [
-        ("step-00000003", 7), ("step-00000009", 9),
-    ]  # fmt: skip
-    saver.store.keep = 3
-    (tmp_path / "step-00000003").rename(tmp_path / "step-00000011")
-    save(saver, 11)
-    assert [path.name for path in saver.store.finished()] == [
-        "step-00000007", "step-00000009", "step-00000011",
-    ]  # fmt: skip
+    assert found.skipped == (
+        "step-00000009: it is the checkpoint of step 5: rename it to step-00000005",
+    )
+    assert (tmp_path / "step-00000009.damaged").is_dir()
 
 
 def test_what_cannot_be_removed_does_not_stop_a_save(saver: Saver, tmp_path: Path) -> None:
@@ -171,8 +159,6 @@ def test_none_where_one_was_expected_is_an_error(saver: Saver, tmp_path: Path) -
         lambda text: text.replace('"consumed_samples": 8', '"consumed_samples": 9'),
         lambda text: text.replace('"tp": 1', '"tp": 2'),
         lambda text: text[: len(text) // 2],
-        lambda text: text[:-1],
-        lambda text: text.replace("2.5", "2.50"),
     ],
 )
 def test_a_damaged_manifest_is_named(saver: Saver, tmp_path: Path, change) -> None:

@@ -131,7 +131,7 @@ LONG_ROW = '{"text": "%s"}\n' % ("long " * 2000)
 DEEP = f'{GOOD}{{"text": "x", "other": {"[" * 60_000}{"]" * 60_000}}}\n'.encode()
 LATIN_1 = (GOOD * 2).encode() + '{"text": "Grüße"}\n'.encode("latin-1")
 ROWS = [
-    Case("cut.jsonl.gz", zipped(LONG_ROW * 200, 0.5), "cut.jsonl.gz after line"),
+    Case("cut.jsonl.gz", zipped(LONG_ROW * 200, 0.5), "cut.jsonl.gz: Compressed file ended"),
     Case("not-gzip.jsonl.gz", lines(GOOD), "not-gzip.jsonl.gz: Not a gzipped file"),
     Case("flipped.jsonl.gz", flipped_bit, "flipped.jsonl.gz: Error"),
     Case("latin1.jsonl", raw(LATIN_1), "latin1.jsonl:3: it is not UTF-8 (byte 0xfc at 13)"),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from toolkit.checkpoint.manifest import MANIFEST, Manifest, size_problem
-from toolkit.checkpoint.store import LATEST, STEP, CheckpointStore, folder_name
+from toolkit.checkpoint.store import LATEST, STEP, CheckpointStore, name_problem
 from toolkit.errors import CheckpointError
 
 CHECKPOINTS = "checkpoints"
@@ -86,11 +86,6 @@ class ListEntry:
     problem: str = ""
     """Why it is not finished."""
 
-    @property
-    def name(self) -> str:
-        """The folder's name, or if its manifest states another step, the name of that step."""
-        return self.folder.name if self.manifest is None else folder_name(self.manifest.step)
-
 
 def list_checkpoints(store: CheckpointStore) -> list[ListEntry]:
     """Every checkpoint and the remains of interrupted saves, oldest step first."""
@@ -98,7 +93,7 @@ def list_checkpoints(store: CheckpointStore) -> list[ListEntry]:
     hint = store.folder / LATEST
     latest = hint.read_text(encoding="utf-8", errors="replace") if hint.is_file() else ""
     entries = [_entry(folder, folder.name == latest.strip()) for folder in folders]
-    return sorted(entries, key=lambda entry: (entry.name, entry.folder))
+    return sorted(entries, key=lambda entry: entry.folder)
 
 
 def _entry(folder: Path, latest: bool) -> ListEntry:
@@ -111,21 +106,16 @@ def _entry(folder: Path, latest: bool) -> ListEntry:
 
 def _state_of(folder: Path) -> tuple[Manifest | None, State, str]:
     if not STEP.fullmatch(folder.name):
-        return None, "unfinished", _left_by(folder.name)
+        why = "its name is not that of a checkpoint"
+        if folder.name.endswith(".tmp"):
+            why = "being written or removed, or left by a save that was interrupted; the next "
+            why += "save removes it"
+        return None, "unfinished", why
     try:
         manifest = Manifest.read(folder)
     except CheckpointError as error:
         state: State = "damaged" if (folder / MANIFEST).exists() else "unfinished"
         return None, state, error.message
-    problems = [size_problem(folder, *item) for item in manifest.files.items()]
-    problem = next(filter(None, problems), "")
+    sizes = (size_problem(folder, *item) for item in manifest.files.items())
+    problem = next(filter(None, [name_problem(folder, manifest), *sizes]), "")
     return manifest, "damaged" if problem else "finished", problem
-
-
-def _left_by(name: str) -> str:
-    """The kind of a folder that does not have the name of a checkpoint."""
-    if name.endswith((".old.tmp", ".replaced.tmp")):
-        return "being removed; the next save removes it"
-    if name.endswith(".tmp"):
-        return "being written, or left by a save that was interrupted; the next save removes it"
-    return "its name is not that of a checkpoint"

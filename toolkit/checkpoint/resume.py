@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from toolkit.checkpoint.checkpoints import locate
 from toolkit.checkpoint.manifest import Manifest, problem_with
-from toolkit.checkpoint.store import CheckpointStore, quarantine
+from toolkit.checkpoint.store import CheckpointStore, name_problem, quarantine
 from toolkit.errors import CheckpointError
 
 
@@ -47,6 +47,8 @@ def find_newest(
     expected = _from_rank_0(lambda: expected or store.expects_one())
     for folder in stored:
         manifest, problems = _verified(folder, verifying)
+        if manifest is not None and (problem := name_problem(folder, manifest)):
+            problems = [problem]
         if manifest is not None and not problems:
             for damaged in skipped if dist.get_rank() == 0 else ():
                 with suppress(OSError):  # a disk that cannot be written: skipped each time

@@ -30,12 +30,16 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: Path) -> int:
-    """The step of a folder of `CheckpointStore.finished`: its manifest's, regardless of the
-    name. The name's if the manifest cannot be read."""
-    try:
-        return Manifest.read(folder).step
-    except CheckpointError:
-        return int(folder.name.removeprefix("step-"))
+    """The step that a folder of `CheckpointStore.finished` is named after."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def name_problem(folder: Path, manifest: Manifest) -> str:
+    """The problem of a checkpoint under the name of another step. Empty if there is none."""
+    name = folder_name(manifest.step)
+    if STEP.fullmatch(folder.name) and folder.name != name:
+        return f"it is the checkpoint of step {manifest.step}: rename it to {name}"
+    return ""
 
 
 def quarantine(folder: Path, reason: str) -> None:
@@ -58,16 +62,9 @@ class CheckpointStore:
         self.keep_best = keep_best
 
     def finished(self) -> list[Path]:
-        """Finished folders, oldest step first, not verified.
-
-        If several have the same step, the one named after it is last.
-        """
-        found = self.folder.glob("step-*")
-        folders = [path for path in found if STEP.fullmatch(path.name) and path.is_dir()]
-        steps = {path: step_of(path) for path in folders}
-        return sorted(
-            folders, key=lambda path: (steps[path], path.name == folder_name(steps[path]), path)
-        )
+        """Finished folders, oldest step first, not verified."""
+        folders = sorted(self.folder.glob("step-*"))
+        return [path for path in folders if STEP.fullmatch(path.name) and path.is_dir()]
 
     def newest_step(self) -> int:
         """The step of the newest finished checkpoint that has a manifest. 0 without one."""
@@ -75,8 +72,8 @@ class CheckpointStore:
         return max(map(step_of, folders), default=0)
 
     def of_step(self, step: int) -> Path:
-        """The finished checkpoint of a step that has one."""
-        return next(path for path in reversed(self.finished()) if step_of(path) == step)
+        """The folder of the finished checkpoint of a step."""
+        return self.folder / folder_name(step)
 
     def best(self, count: int = 1, until: int | None = None) -> set[int]:
         """Steps of the finished checkpoints with the lowest validation loss, up to step
@@ -84,9 +81,8 @@ class CheckpointStore:
         losses = []
         for folder in self.finished():
             with suppress(CheckpointError):  # a damaged one is no candidate
-                manifest = Manifest.read(folder)
-                if until is None or manifest.step <= until:
-                    losses.append((manifest.validation_loss, manifest.step))
+                if until is None or step_of(folder) <= until:
+                    losses.append((Manifest.read(folder).validation_loss, step_of(folder)))
         return lowest(losses, count)
 
     def expects_one(self) -> bool:
@@ -116,18 +112,15 @@ class CheckpointStore:
         CheckpointError.
         """
         partial = self.partial(manifest.step)
-        final = self.folder / folder_name(manifest.step)
+        final = self.of_step(manifest.step)
         failpoint("checkpoint.hashed")
         index = write_index(partial, manifest.files)
         manifest.with_files(manifest.files | {INDEX: index}).write(partial)
         sync_folder(partial)
         failpoint("checkpoint.manifest")
         if final.exists():
-            # It has another step and gets its own name, or it could not be read and the run
-            # reached this step again.
-            own = self.folder / folder_name(step_of(final))
-            taken = self.folder / f"{final.name}.replaced.tmp"
-            final.rename(taken if own.exists() else own)
+            # It is damaged, could not be set aside, and the run reached this step again.
+            final.rename(final.with_name(f"{final.name}.replaced.tmp"))
         partial.rename(final)
         try:
             failpoint("checkpoint.renamed")

@@ -18,7 +18,7 @@ from toolkit.checkpoint.shards import (
     state_quantities,
     whole_quantity,
 )
-from toolkit.checkpoint.store import STEP, folder_name
+from toolkit.checkpoint.store import name_problem
 from toolkit.errors import CheckpointError
 from toolkit.models.families.tensors import Block
 from toolkit.models.frozen import matching
@@ -46,11 +46,9 @@ def verify(folder: Path, tick: Callable[[int], None] = lambda _: None) -> Verifi
     """
     manifest = Manifest.read(folder)
     found = [problem_with(folder, name, file, tick) for name, file in manifest.files.items()]
-    problems = [problem for problem in found if problem is not None]
+    problems = [*filter(None, [name_problem(folder, manifest), *found])]
     extra = sorted(_present(folder) - manifest.files.keys() - {MANIFEST})
     notes = [f"{name} is not a file of this checkpoint: it is never read" for name in extra]
-    if STEP.fullmatch(folder.name) and folder.name != folder_name(manifest.step):
-        notes.append(f"it is the checkpoint of step {manifest.step}, whatever its name")
     if not problems:
         problems = list(_content_problems(SavedState(folder), manifest))
     return VerificationResult(tuple(problems), tuple(notes))

@@ -75,8 +75,7 @@ def _list_lines(found: Sequence[ListEntry]) -> Iterator[Line]:
 
 
 def _step(row: ListEntry) -> str:
-    name = row.name.removeprefix("step-").lstrip("0") or "0"
-    return name if row.name == row.folder.name else f"{name} ({row.folder.name})"
+    return row.folder.name.removeprefix("step-").lstrip("0") or "0"
 
 
 def _layout(row: ListEntry) -> str:

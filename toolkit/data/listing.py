@@ -19,16 +19,8 @@ from toolkit.recipe.places import is_remote
 STDLIB = "{stdlib}"
 """In a recipe, stands for the standard library folder of the running Python."""
 
-_ROWS = "write `kind: hf` (or `kind: chat`, `kind: preference`) with its path"
-_UNPACK = "unpack it; for rows of compressed JSON lines, " + _ROWS
-_SIGNATURES = {
-    b"PAR1": ("a Parquet file", _ROWS),
-    b"ARROW1": ("an Arrow file", _ROWS),
-    b"\x1f\x8b": ("compressed with gzip", _UNPACK),
-    b"\x28\xb5\x2f\xfd": ("compressed with zstd", _UNPACK),
-    b"PK\x03\x04": ("a zip archive", _UNPACK),
-}
-"""How binary files begin that are taken for text, what they are, and the way to read them."""
+_BINARY = (b"PAR1", b"ARROW1", b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")
+"""How binary files begin that may hold much text: Parquet, Arrow, gzip, zstd, zip."""
 _BEGINNING = 2**16
 _UNDECODABLE = 0.3
 """Share of a file's first characters that cannot be decoded. Random bytes have 0.45."""
@@ -90,9 +82,7 @@ def check_beginning(file: Path) -> None:
 def check_text(file: DataFile, beginning: bytes) -> None:
     """Raise DataError where a file begins as one of a binary format, or mostly with bytes that
     are NUL or not UTF-8."""
-    for signature, (what, fix) in _SIGNATURES.items():
-        if beginning.startswith(signature):
-            raise DataError(f"{file} is {what}, not text", fix=fix)
+    found = "a Parquet, Arrow or compressed file" if beginning.startswith(_BINARY) else ""
     replaced, left_out = (
         len(getincrementaldecoder("utf-8")(errors).decode(beginning[:_BEGINNING]))
         for errors in ("replace", "ignore")
@@ -100,11 +90,13 @@ def check_text(file: DataFile, beginning: bytes) -> None:
     # UTF-16 of English is every other character NUL.
     wrong = replaced - left_out + beginning[:_BEGINNING].count(0)
     if wrong > _UNDECODABLE * replaced:
+        found = f"of its first {replaced:,} characters, {wrong:,} are NUL or not UTF-8"
+    if found:
         raise DataError(
-            f"{file} is not text: of its first {replaced:,} characters, {wrong:,} are NUL or "
-            "not UTF-8",
-            fix="convert it to UTF-8, or name others in `files`; for Parquet, Arrow and JSON "
-            f"files, {_ROWS}; for Megatron's `.bin` and `.idx`, `kind: megatron`",
+            f"{file} is not text: {found}",
+            fix="unpack it or convert it to UTF-8; for Parquet, Arrow and JSON files, also "
+            "compressed ones, write `kind: hf` (or `kind: chat`, `kind: preference`) with its "
+            "path; for Megatron's `.bin` and `.idx`, `kind: megatron`",
         )
 
 

@@ -13,6 +13,7 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from io import BufferedReader
 from itertools import islice
 from pathlib import PurePosixPath
@@ -114,11 +115,14 @@ def columns_of(file: DataFile) -> tuple[dict[str, object], bool]:
 
 @contextmanager
 def opened(file: DataFile) -> Iterator[Any]:
-    """The bytes of a file, not compressed."""
+    """The bytes of a file, not compressed. Raises DataError where they cannot be read."""
     opener: Callable[..., Any] = _OPENERS.get(PurePosixPath(str(file)).suffix, _plain)
     raw: Any
-    with file.open("rb") as raw, opener(raw, "rb") as stream:
-        yield stream
+    try:
+        with file.open("rb") as raw, opener(raw, "rb") as stream:
+            yield stream
+    except _UNREADABLE as error:
+        raise DataError(f"cannot read {file}: {error}", fix=_WHOLE) from error
 
 
 # Lines
@@ -127,21 +131,15 @@ def opened(file: DataFile) -> Iterator[Any]:
 def _lines(file: DataFile, stream: Any) -> Iterator[tuple[str, bytes]]:
     """The lines of a file, each with its place, without line feed. The first without a byte
     order mark."""
-    number, limit = 0, LONGEST_ROW_MIB * MIB
-    try:
-        while line := stream.readline(limit + 1):
-            number += 1
-            if len(line) > limit and not line.endswith(b"\n"):
-                raise DataError(
-                    f"{file}:{number}: the row is longer than {LONGEST_ROW_MIB:,} MiB, "
-                    "the limit",
-                    fix="correct the file, or write its rows as Parquet",
-                )
-            line = line.removesuffix(b"\n")
-            yield f"{file}:{number}", line if number > 1 else line.removeprefix(BOM_UTF8)
-    except _UNREADABLE as error:
-        after = f" after line {number:,}" if number else ""
-        raise DataError(f"cannot read {file}{after}: {error}", fix=_WHOLE) from error
+    limit = LONGEST_ROW_MIB * MIB
+    for number, line in enumerate(iter(partial(stream.readline, limit + 1), b""), start=1):
+        if len(line) > limit and not line.endswith(b"\n"):
+            raise DataError(
+                f"{file}:{number}: the row is longer than {LONGEST_ROW_MIB:,} MiB, the limit",
+                fix="correct the file, or write its rows as Parquet",
+            )
+        line = line.removesuffix(b"\n")
+        yield f"{file}:{number}", line if number > 1 else line.removeprefix(BOM_UTF8)
 
 
 def _rows_of_text(file: DataFile, source: RowsSource) -> Iterator[tuple[str, object]]:
@@ -160,19 +158,12 @@ def _rows_of_text(file: DataFile, source: RowsSource) -> Iterator[tuple[str, obj
 
 def _rows_of_json(file: DataFile, list_mib: int) -> Iterator[tuple[str, object]]:
     with opened(file) as stream:
-        if _stripped(_begin(file, stream)).startswith(b"["):
+        if _stripped(stream.peek(1)).startswith(b"["):
             yield from _rows_of_list(file, stream, list_mib)
             return
         for place, line in _lines(file, stream):
             if _stripped(line):
                 yield place, _parsed(line)
-
-
-def _begin(file: DataFile, stream: Any) -> bytes:
-    try:
-        return bytes(stream.peek(1))
-    except _UNREADABLE as error:
-        raise DataError(f"cannot read {file}: {error}", fix=_WHOLE) from error
 
 
 def _stripped(line: bytes) -> bytes:
@@ -196,10 +187,7 @@ def _parsed(text: bytes) -> object:
 
 def _rows_of_list(file: DataFile, stream: Any, limit_mib: int) -> Iterator[tuple[str, object]]:
     """The rows of a file that is one list, which is read whole, each with its place."""
-    try:
-        text = stream.read(limit_mib * MIB + 1)
-    except _UNREADABLE as error:
-        raise DataError(f"cannot read {file}: {error}", fix=_WHOLE) from error
+    text = stream.read(limit_mib * MIB + 1)
     if len(text) > limit_mib * MIB:
         raise DataError(
             f"{file}: the list is larger than {limit_mib:,} MiB, the limit",
