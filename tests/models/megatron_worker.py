@@ -39,11 +39,19 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     TorchDistLoadShardedStrategy,
     TorchDistSaveShardedStrategy,
 )
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 SEQUENCES, LENGTH = 2, 16
 RESTARTING = torch.stack([torch.arange(LENGTH) % 5, torch.arange(LENGTH) % 11])
 """Positions of the losses; logits have 0, 1, 2, …"""
+
+LATENTS = {
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Transformer Engine's latent attention holds these norms in the linear layers behind them."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +139,19 @@ def shares_read(source: SafetensorsWeights) -> list[float]:
     return reads
 
 
+def sharded(chunk: megatron.GPTChunk) -> dict[str, Any]:
+    """megatron-core's description of the chunk, with the names that its own layers have."""
+    own = get_gpt_layer_local_spec().submodules.sharded_state_dict_keys_map
+    of_dense = {ours: name for ours, name in own.items() if "mlp" in ours}
+    for layer in chunk.decoder.layers:
+        keys = own if not chunk.config.multi_latent_attention else of_dense | LATENTS
+        if isinstance(layer.mlp, MoELayer):
+            keys = {ours: name for ours, name in keys.items() if ours not in of_dense}
+        layer.submodules_config.sharded_state_dict_keys_map = keys
+    state: dict[str, Any] = chunk.sharded_state_dict()
+    return state
+
+
 def run(case: Case) -> dict[str, float]:
     """Largest differences from transformers, on the last stage; empty elsewhere."""
     layout = Layout(**case.layout)
@@ -158,7 +179,7 @@ def run(case: Case) -> dict[str, float]:
     else:
         for chunk in state.values():
             strategy = TorchDistLoadShardedStrategy()
-            wanted = {"model": chunk.sharded_state_dict()}
+            wanted = {"model": sharded(chunk)}
             loaded = dist_checkpointing.load(wanted, case.load, strategy)
             chunk.load_state_dict(loaded["model"])
     for chunk in chunks:
@@ -172,7 +193,7 @@ def run(case: Case) -> dict[str, float]:
         dist.barrier()
         saver = TorchDistSaveShardedStrategy("torch_dist", 1)
         (chunk,) = chunks
-        dist_checkpointing.save({"model": chunk.sharded_state_dict()}, case.save, saver)
+        dist_checkpointing.save({"model": sharded(chunk)}, case.save, saver)
     read = torch.tensor(sum(reads))
     dist.all_reduce(read)
     result = {}

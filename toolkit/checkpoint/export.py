@@ -1,10 +1,11 @@
 """From a checkpoint of any layout to a Hugging Face folder, one tensor in memory at a time."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -81,8 +82,8 @@ def export(
             write_peft(hidden, state, lora, manifest, config, tick)
             return
         source = state if lora is None else MergedWeights(state, lora, manifest)
-        entries = _entries(source, exported_dtype(manifest), config)
-        write_model(hidden, [entry.telling(tick) for entry in entries])
+        tensors = entries(source, exported_dtype(manifest), config)
+        write_model(hidden, [tensor.telling(tick) for tensor in tensors])
 
 
 def check_complete(state: SavedState) -> PretrainedConfig:
@@ -109,8 +110,15 @@ def check_complete(state: SavedState) -> PretrainedConfig:
     return config
 
 
-def _entries(
-    state: SavedState | MergedWeights, dtype: torch.dtype, config: PretrainedConfig
+class Weights(Protocol):
+    """The tensors of a model, as `checkpoint_names` names them."""
+
+    def in_pieces(self, quantity: str, tensor: str) -> Iterable[Tensor]:
+        """A whole `weight`, some rows at a time."""
+
+
+def entries(
+    state: Weights, dtype: torch.dtype, config: PretrainedConfig
 ) -> Iterator[TensorToWrite]:
     """Every tensor as transformers would save it."""
     model = hf.meta_model(config)
@@ -125,7 +133,7 @@ def _entries(
 
 
 def _elements(
-    state: SavedState | MergedWeights,
+    state: Weights,
     name: str,
     shape: tuple[int, ...],
     start: int,

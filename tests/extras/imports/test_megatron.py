@@ -12,21 +12,8 @@ from tests.checkpoint.making import write_recipe
 from tests.dmt import Dmt
 from tests.models.configs import config_of
 from tests.models.in_megatron import check, run_cases, save_random_model
-from tests.warm import SUBPROCESS
 from toolkit.errors import CheckpointError, DataError
-from toolkit.extras.imports.megatron import (
-    HEAD,
-    RELEASE,
-    _check_fit,
-    write_megatron,
-)
-
-
-@pytest.fixture(autouse=True)
-def _warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes without the seconds that imports take."""
-    for module in ("extras.imports.megatron", "launchers.ranks"):
-        monkeypatch.setattr(f"toolkit.{module}.subprocess", SUBPROCESS)
+from toolkit.extras.imports.megatron import HEAD, RELEASE, _check_fit, write_megatron
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
@@ -53,8 +40,9 @@ def check_equal(folder: Path, hf: Path) -> None:
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma2", "qwen2_moe partly dense"])
+@pytest.mark.parametrize(
+    "case", ["llama", "gpt2", "gemma2", "qwen2_moe partly dense", "gpt_oss"]
+)
 def test_there_and_back_is_bit_identical(case: str, tmp_path: Path, dmt: Dmt) -> None:
     recipe, hf = project(tmp_path, case)
     megatron, back = tmp_path / "megatron", tmp_path / "back"
@@ -69,6 +57,8 @@ def test_any_layout_loads_it_and_what_it_saves_comes_back(tmp_path: Path, dmt: D
     layouts = {
         "llama": {"tp": 2, "pp": 2, "sequence_parallel": True},
         "qwen3_moe": {"tp": 2, "sequence_parallel": True, "dp": 2},
+        "qwen2_moe partly dense": {"pp": 2, "dp": 2, "ep": 2},
+        "deepseek_v3": {"tp": 2, "sequence_parallel": True, "dp": 2},
     }
     cases = []
     for case, layout in layouts.items():
@@ -98,7 +88,7 @@ def test_a_run_starts_with_them_and_another_model_is_refused(tmp_path: Path, dmt
     words = ("checkpoint", "import", recipe, megatron / RELEASE)
     assert "add --to FOLDER" in dmt(*words, code=2).err
     printed = dmt(*words, "--to", back, "--set", "model.config.num_hidden_layers=3", code=2)
-    assert "megatron-core cannot read it" in printed.err
+    assert "has the shape [4, " in printed.err and "the model's is [3, " in printed.err
     assert not back.exists()
     dmt(*words, "--to", back)
     changed = yaml.safe_load(recipe.read_text())
@@ -111,19 +101,23 @@ def test_a_run_starts_with_them_and_another_model_is_refused(tmp_path: Path, dmt
 
 
 def test_keys_and_rows_that_do_not_fit(tmp_path: Path) -> None:
-    def notes(rows: int, *keys: str) -> list[str]:
-        return [*_check_fit(tmp_path, {HEAD: (rows, 64), "more": ()}, 320, keys)]
+    def notes(rows: int, *more: str, columns: int = 64) -> list[str]:
+        sizes = {HEAD: (rows, columns)} | dict.fromkeys(more, ())
+        return [*_check_fit(tmp_path, sizes, {HEAD: (320, 64)})]
 
-    assert notes(320, "optimizer.state.exp_avg.x", "rng_state", "a.b._extra_state") == []
+    assert notes(320, "optimizer.state.exp_avg.x", "a.b._extra_state") == []
     assert notes(384) == [f"64 rows of padding in {HEAD} are left out"]
-    for rows, keys, message in (
-        (300, (), "has 300 rows, vocab_size is 320"),
-        (320 + 128 * 64, (), "has 8512 rows"),
-        (320, ("more",), "it has more, unlike the model"),
-        (320, ("less",), "it has no less, unlike the model"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            notes(rows, *keys)
+    for rows in (300, 320 + 128 * 64):
+        with pytest.raises(
+            CheckpointError, match=f"the shape .{rows}, 64., the model's is .32"
+        ):
+            notes(rows)
+    with pytest.raises(CheckpointError, match="320, 63"):
+        notes(320, columns=63)
+    with pytest.raises(CheckpointError, match="it has more, unlike the model"):
+        notes(320, "more")
+    with pytest.raises(CheckpointError, match=f"it has no {HEAD}, unlike the model"):
+        [*_check_fit(tmp_path, {}, {HEAD: (320, 64)})]
 
 
 def test_a_head_that_is_not_the_embedding_it_is_tied_to(tmp_path: Path) -> None:

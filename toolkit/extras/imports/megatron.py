@@ -1,39 +1,37 @@
 """A Hugging Face folder as a checkpoint of Megatron-LM (`torch_dist`), and weights from one.
 
-megatron-core's `dist_checkpointing` writes and reads it, for DMT's GPTModel on one rank: any
-TP, PP and EP load the same checkpoint. That rank is a process of its own, without a GPU, and
-needs memory for the whole model:
-
-    python -m toolkit.extras.imports.megatron write HF_FOLDER MEGATRON_FOLDER
-    python -m toolkit.extras.imports.megatron read MEGATRON_FOLDER HF_FOLDER PRECISION
+Such a checkpoint is a folder of torch.distributed.checkpoint whose tensors are whole and named
+as megatron-core names them, so that any TP, PP and EP load it. A family's map says of which
+rows of Hugging Face tensors they consist. megatron-core itself is not needed.
 """
 
-import multiprocessing
-import os
+import json
 import re
-import subprocess
-import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import PretrainedConfig
 
-from toolkit.errors import CheckpointError, DataError, DmtError
+from toolkit.checkpoint.export import entries
+from toolkit.errors import CheckpointError, DataError
 from toolkit.extras.imports.torch_dist import FORMAT_FILE, METADATA, Reader
 from toolkit.models import huggingface as hf
-from toolkit.models.families import FAMILIES, MegatronModel, megatron_model
-from toolkit.models.families.tensors import Block
+from toolkit.models.families import MegatronModel, mapped, megatron_model, unsupported
+from toolkit.models.families.base import Instance
+from toolkit.models.families.tensors import Block, blocks
 from toolkit.models.new_folder import appearing, check_destination
 from toolkit.models.pretrained import SafetensorsWeights
-from toolkit.models.safetensors import TensorToWrite, write_model
+from toolkit.models.safetensors import write_model
 from toolkit.models.weights import is_correction_bias
 from toolkit.recipe.schema import ModelSection
-from toolkit.system.interpreter import python
-from toolkit.text.terminal import tell
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -43,14 +41,55 @@ RELEASE = "release"
 """Megatron-LM's name for weights without a training step."""
 COMMON = {"checkpoint_version": 3.0, "iteration": 0}
 """3.0 is Megatron-LM's version with query, key and value in the order of our maps."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_TRAINING_STATE = re.compile(
-    r"(chained_\d+\.)?optimizer\.|rng_state|common_state|.*_extra_state"
-)
-"""Keys that are not weights. All others must belong to the model."""
+FORMAT = {
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+    "common_backend": "torch", "common_backend_version": 1,
+}  # fmt: skip
+"""The content of `FORMAT_FILE`. The common part is `common.pt`."""
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TRAINING_STATE = re.compile(r"(chained_\d+\.)?optimizer\.|.*_extra_state")
+"""Keys of tensors that are not weights. All others must belong to the model."""
 _LARGEST_MULTIPLE = 128 * 64
 """Megatron-LM pads a vocabulary to at most this multiple: its default, times 64 tensor
 ranks."""
+_NORMS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+_NORMS_OF_LATENTS = {
+    f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_"
+    for part in ("q", "kv")
+}
+_NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+"""Names of norms in checkpoints: those of Transformer Engine's layers, which hold the norm
+inside the linear layer that follows it. Megatron-LM's other layers use them, too."""
+
+
+class Place(NamedTuple):
+    """Where a checkpoint holds a tensor of a layer."""
+
+    key: str
+    numbers: tuple[int, ...]
+    """Its layer and its expert, if `key` stacks those of all."""
+    shape: tuple[int, ...]
+    """Of all that `key` holds."""
+
+
+def place_of(instance: Instance, model: MegatronModel, *, apart: bool) -> Place:
+    """The place of a tensor. `apart`: each layer has its own keys."""
+    tensor, layer, expert = instance.tensor, instance.layer, instance.expert
+    names = _NORMS_OF_LATENTS if model.transformer.get("multi_latent_attention") else _NORMS
+    if layer not in model.moe_layers:
+        names = names | _NORM_OF_MLP
+    key = tensor.name
+    for ours, theirs in names.items():
+        key = key.replace(ours, theirs)
+    shape = (tensor.rows,) if tensor.columns is None else (tensor.rows, tensor.columns)
+    index: tuple[int, ...] = ()
+    if expert is not None:
+        key = key.replace(".local_experts.{expert}.", ".experts.")
+        index, shape = (expert,), (model.transformer["num_moe_experts"], *shape)
+    if layer is None or apart:
+        return Place(key.format(layer=layer), index, shape)
+    stacked = (model.transformer["num_layers"], *shape)
+    return Place(key.replace(".{layer}.", "."), (layer, *index), stacked)
 
 
 def matches(folder: Path) -> bool:
@@ -58,33 +97,107 @@ def matches(folder: Path) -> bool:
     return all((folder / name).is_file() for name in (METADATA, FORMAT_FILE))
 
 
+def _blocks(instance: Instance) -> list[Block]:
+    return blocks(instance.tensor, 0, 1, layer=instance.layer, expert=instance.expert)
+
+
+# --- reading ----------------------------------------------------------------------------
+
+
 def read_megatron(folder: Path, config: PretrainedConfig, dst: Path) -> list[str]:
     """Write the weights of a checkpoint as the Hugging Face folder `dst`, in the dtype of the
     embedding; what is to be said about them. Raises CheckpointError or DataError."""
-    if config.model_type not in FAMILIES:
-        raise CheckpointError(
-            f"model.config.model_type: {config.model_type} has no map from "
-            f"Megatron's tensors; known are {', '.join(sorted(FAMILIES))}"
-        )
+    if (reason := unsupported(config.to_dict())) is not None:
+        raise CheckpointError(f"model.config: {reason}")
     nbytes = sum(file.stat().st_size for file in folder.glob("*.distcp"))
     check_destination(folder, dst, nbytes)
-    stored = Reader(folder).tensors
-    if EMBEDDING not in stored:
+    reader, model = Reader(folder), mapped(config.to_dict())
+    if EMBEDDING not in reader.tensors:
         raise CheckpointError(f"{folder} has no {EMBEDDING}: it holds no GPTModel")
-    dtype = stored[EMBEDDING].properties.dtype
-    precision = next((name for name in DTYPES if DTYPES[name] == dtype), "fp32")
+    sizes = {key: tuple(entry.size) for key, entry in reader.tensors.items()}
+    apart = any(".layers.0." in key for key in sizes)
+    places = [(one, place_of(one, model, apart=apart)) for one in model.instances(buffers=True)]
+    notes = [*_check_fit(folder, sizes, {place.key: place.shape for _, place in places})]
+    dtype = reader.tensors[EMBEDDING].properties.dtype
+    dtype = dtype if dtype in DTYPES else torch.float32
+    weights = MegatronWeights(reader, places, hf.checkpoint_shapes(config))
     with appearing(dst) as hidden:
-        hf.save_companions(config, DTYPES[precision], hidden)
-        return _in_a_process("read", folder, hidden, precision)
+        hf.save_companions(config, dtype, hidden)
+        write_model(hidden, entries(weights, dtype, config))
+    return notes
+
+
+class MegatronWeights:
+    """The tensors of a checkpoint as those of a Hugging Face folder, read when asked for."""
+
+    def __init__(
+        self,
+        reader: Reader,
+        places: Iterable[tuple[Instance, Place]],
+        shapes: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        self._read = lru_cache(maxsize=4)(reader.read)  # one has rows of several tensors
+        self._shapes = shapes
+        self._parts = defaultdict[str, list[tuple[Place, int, Block]]](list)
+        """Of each tensor, its rectangles: in which tensor they are, from which row on."""
+        for instance, place in places:
+            row = 0
+            for block in _blocks(instance):
+                self._parts[block.tensor].append((place, row, block))
+                row += len(block.row_numbers)
+
+    def in_pieces(self, quantity: str, name: str) -> Iterator[Tensor]:
+        """See `SavedState.in_pieces`. In one piece."""
+        assert quantity == "weight"
+        parts = [
+            (self._read(place.key, place.numbers)[row : row + len(block.row_numbers)], block)
+            for place, row, block in self._parts[name]
+        ]
+        whole = torch.empty(self._shapes[name], dtype=parts[0][0].dtype)
+        for values, block in parts:
+            stored = block.stored
+            rectangle = whole[slice(*stored.rows, stored.steps[0])]
+            if stored.columns is not None:
+                rectangle = rectangle[:, slice(*stored.columns, stored.steps[1])]
+            rectangle.copy_(values.T if block.transposed else values)
+        yield whole
+
+
+def _check_fit(
+    folder: Path, sizes: Mapping[str, Sequence[int]], needed: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
+    """Return notes on what is left out. Raises CheckpointError for keys that only one side has,
+    and for other shapes, but for rows that pad a vocabulary."""
+    keys = {key for key in sizes if not _TRAINING_STATE.match(key)}
+    for key in sorted(keys ^ needed.keys()):
+        where = "it has" if key in sizes else "it has no"
+        raise CheckpointError(
+            f"{folder}: {where} {key}, unlike the model", fix="state its model in model.config"
+        )
+    for key, shape in needed.items():
+        more = sizes[key][0] - shape[0] if key in (EMBEDDING, HEAD) else 0
+        if not 0 <= more < _LARGEST_MULTIPLE or [*sizes[key]] != [shape[0] + more, *shape[1:]]:
+            raise CheckpointError(
+                f"{folder}: {key} has the shape {[*sizes[key]]}, the model's is {[*shape]}",
+                fix="state its model in model.config",
+            )
+        if more:
+            yield f"{more} rows of padding in {key} are left out"
+
+
+# --- writing ----------------------------------------------------------------------------
 
 
 def write_megatron(source: Path, dst: Path) -> None:
     """Write the model of a Hugging Face folder into the new folder `dst`.
 
-    Raises DataError for a model that megatron-core does not compute identically, and for
-    weights that do not fit its config; CheckpointError where writing fails.
+    Raises PlanError for a model that megatron-core does not compute identically, DataError for
+    weights that do not fit its config, CheckpointError where writing fails.
     """
-    _, weights = _pretrained(source)
+    section = ModelSection(hub=str(source), init="pretrained")
+    config = hf.build_config(section)
+    model, weights = megatron_model(config.to_dict()), hf.weight_source(section, config, 0)
+    assert isinstance(weights, SafetensorsWeights), "no rows are added"
     dtypes = {
         weights.stored.part(name).get_dtype() for name in weights.files
         if not is_correction_bias(name) and name not in weights.buffers
@@ -97,185 +210,35 @@ def write_megatron(source: Path, dst: Path) -> None:
         )
     nbytes = sum(file.stat().st_size for file in source.glob("*.safetensors"))
     check_destination(source, dst, nbytes)
+    state = _stacked(model, weights)
     with appearing(dst) as hidden:
-        _in_a_process("write", source, hidden)
+        folder = hidden / RELEASE
+        folder.mkdir()
+        try:
+            with warnings.catch_warnings(action="ignore"):  # that no other rank takes part
+                save(state, checkpoint_id=folder, no_dist=True)
+        except CheckpointException as error:
+            (reason, _), *_ = error.failures.values()
+            raise CheckpointError(f"{dst} cannot be written: {reason}") from error
+        torch.save(COMMON, folder / "common.pt")
+        (folder / FORMAT_FILE).write_text(json.dumps(FORMAT))
+        (hidden / TRACKER).write_text(RELEASE)
 
 
-def _pretrained(source: Path) -> tuple[MegatronModel, SafetensorsWeights]:
-    """The model of a Hugging Face folder, and its weights. Raises DataError."""
-    section = ModelSection(hub=str(source), init="pretrained")
-    config = hf.build_config(section)
-    model, weights = megatron_model(config.to_dict()), hf.weight_source(section, config, 0)
-    assert isinstance(weights, SafetensorsWeights), "no rows are added"
-    return model, weights
-
-
-def _in_a_process(*words: str | Path) -> list[str]:
-    """Carry out `main` in a process without a GPU. Return the lines that it prints. Raises
-    CheckpointError."""
-    command = [*python(), "-m", __name__, *map(str, words)]
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=hidden)
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"it ended with {done.returncode}"]
-        raise CheckpointError(
-            f"{words[1]}: megatron-core cannot {words[0]} it: {lines[-1][:400]}",
-            fix="state its model in model.config" if words[0] == "read" else "",
-        )
-    return done.stdout.splitlines()
-
-
-# --- in the process of its own ----------------------------------------------------------
-
-
-def _build(model: MegatronModel, precision: str) -> Any:
-    """megatron-core's model with random weights, on the CPU."""
-    from toolkit.models.megatron import cpu
-
-    cpu.before_import()
-    # What saves; `cpu.redirect` must see it.
-    from megatron.core.dist_checkpointing.strategies import (
-        filesystem_async,  # noqa: F401
-        state_dict_saver,  # noqa: F401
-    )
-    from megatron.core.dist_checkpointing.strategies import (
-        torch as _,  # noqa: F401
-    )
-
-    from toolkit.layout import Layout
-    from toolkit.models.megatron import model as megatron
-    from toolkit.models.megatron.config import gpt_arguments, transformer_arguments
-
-    layout = Layout()
-    cpu.redirect()
-    store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    megatron.join_groups(layout, seed=0)
-    arguments = transformer_arguments(model, layout, precision)
-    (chunk,) = megatron.build_chunks(model, arguments, gpt_arguments(model, layout), layout)
-    return chunk
-
-
-def write(source: Path, dst: Path) -> None:
-    """Save a Hugging Face folder's model with megatron-core."""
-    model, weights = _pretrained(source)
-    embedding = weights.read(next(iter(weights.shapes)), 0, 1)
-    chunk = _build(model, next(name for name in DTYPES if DTYPES[name] == embedding.dtype))
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-    from toolkit.models.megatron.weights import fill
-
-    fill([chunk], model, weights)
-    (dst / RELEASE).mkdir()
-    saver = TorchDistSaveShardedStrategy("torch_dist", 1)
-    state = {"model": chunk.sharded_state_dict(), **COMMON}
-    dist_checkpointing.save(state, str(dst / RELEASE), saver)
-    (dst / TRACKER).write_text(RELEASE)
-
-
-def read(folder: Path, dst: Path, dtype: torch.dtype) -> None:
-    """Load a checkpoint into megatron-core's model, and write it as safetensors next to the
-    config in `dst`."""
-    sizes = {key: one.size for key, one in Reader(folder).tensors.items()}
-    config = hf.read_config(dst)
-    model = megatron_model(config.to_dict())
-    chunk = _build(model, "fp32")
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-
-    apart = any(".layers.0." in key for key in sizes)
-    state = chunk.sharded_state_dict(
-        metadata={"non_homogeneous_layers": True} if apart else None
-    )
-    # Objects (Transformer Engine's extra states) stay in the files.
-    wanted = {name: one for name, one in state.items() if not isinstance(one, ShardedObject)}
-    loaded, missing, unexpected = dist_checkpointing.load(
-        {"model": wanted}, str(folder), TorchDistLoadShardedStrategy(), strict="return_all"
-    )
-    keys = {*missing, *unexpected}
-    for note in _check_fit(folder, sizes, model.gpt["vocab_size"], keys):
-        tell(note, sys.stdout)
-    chunk.load_state_dict({**chunk.state_dict(), **loaded["model"]})
-    parts: dict[str, list[tuple[Tensor, Block]]] = {}
-    for values, block in _blocks(chunk, model):
-        parts.setdefault(block.tensor, []).append((values, block))
-    shapes = hf.checkpoint_shapes(config)
-    write_model(
-        dst,
-        [
-            TensorToWrite(name, kept, shape, partial(_whole, shape, parts[name], kept))
-            for name, shape in shapes.items()
-            for kept in [torch.float32 if is_correction_bias(name) else dtype]
-        ],
-    )
-
-
-def _check_fit(
-    folder: Path, sizes: Mapping[str, Sequence[int]], vocabulary: int, keys: Collection[str]
-) -> Iterator[str]:
-    """Return notes on what is left out. Raises CheckpointError for `keys` that only one side
-    has. Also if more rows of the vocabulary than padding would be cut."""
-    if wrong := sorted(key for key in keys if not _TRAINING_STATE.match(key)):
-        where = f"it has {wrong[0]}" if wrong[0] in sizes else f"it has no {wrong[0]}"
-        raise CheckpointError(f"{folder}: {where}, unlike the model")
-    for key in (EMBEDDING, HEAD):
-        rows = sizes.get(key, (vocabulary,))[0]
-        if not 0 <= rows - vocabulary < _LARGEST_MULTIPLE:
-            raise CheckpointError(
-                f"{folder}: {key} has {rows} rows, vocab_size is {vocabulary}"
-            )
-        if rows > vocabulary:
-            yield f"{rows - vocabulary} rows of padding in {key} are left out"
-
-
-def _blocks(chunk: Any, model: MegatronModel) -> Iterator[tuple[Tensor, Block]]:
-    """Every checkpoint rectangle, and the rows of a parameter that hold it."""
-    from toolkit.models.megatron.weights import buffers, shards
-
-    for shard in shards([chunk], model):
-        row = 0
-        for block in () if shard.shared else shard.blocks:
-            rows = len(block.row_numbers)
-            yield shard.parameter.detach()[row : row + rows], block
-            row += rows
-    yield from buffers([chunk], model)
-
-
-def _whole(
-    shape: tuple[int, ...], parts: list[tuple[Tensor, Block]], dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """A checkpoint tensor from its rectangles, which are fp32."""
-    whole = torch.empty(shape)
-    for values, block in parts:
-        stored = block.stored
-        each, apart = stored.steps
-        rectangle = whole[slice(*stored.rows)][::each]
-        if stored.columns is not None:
-            rectangle = rectangle[:, slice(*stored.columns)][:, ::apart]
-        rectangle.copy_(values.T if block.transposed else values)
-    yield whole.to(dtype)
-
-
-def main() -> None:
-    """Carry out a command line, without the teardown of process groups, which may abort."""
-    verb, source, dst, *precision = sys.argv[1:]
-    code = 0
-    try:
-        if verb == "write":
-            write(Path(source), Path(dst))
-        else:
-            read(Path(source), Path(dst), DTYPES[precision[0]])
-    except DmtError as error:
-        tell(error.message)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    for child in multiprocessing.active_children():  # which megatron-core's writer leaves
-        child.kill()
-    os._exit(code)
-
-
-if __name__ == "__main__":
-    main()
+def _stacked(model: MegatronModel, weights: SafetensorsWeights) -> dict[str, Any]:
+    """The content of a checkpoint. As megatron-core does, tensors of equal layers are
+    stacked."""
+    apart = "moe_layer_freq" in model.transformer
+    state: dict[str, Any] = {}
+    for instance in model.instances(buffers=True):
+        key, index, shape = place_of(instance, model, apart=apart)
+        values = torch.cat([weights.read_block(block) for block in _blocks(instance)])
+        if key not in state:
+            state[key] = values.new_empty(shape)
+        state[key][index] = values
+        if re.search(r"\.linear_\w+\.weight$", key) and instance.tensor.split != "none":
+            # megatron-core wants a state of Transformer Engine's for each linear layer.
+            place, sizes = index or (0,), shape[: len(index)] or (1,)
+            shard = "_".join(".".join(map(str, numbers)) for numbers in (place, sizes))
+            state[f"{key.removesuffix('weight')}_extra_state/shard_{shard}"] = [None]
+    return state

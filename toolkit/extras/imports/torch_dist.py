@@ -7,6 +7,7 @@ every rectangle of every global tensor. torch's own reader would unpickle any ob
 import io
 import pickle
 from enum import Enum
+from operator import add, sub
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -45,19 +46,26 @@ class Reader:
         self.objects = {key for key, offset in self._places if not offset} - self.tensors.keys()
         """Keys of entries that are no tensors, see `read_object`."""
 
-    def read(self, key: str) -> Tensor:
-        """A whole tensor."""
-        entry = self.tensors[key]
-        result, filled = torch.empty(entry.size, dtype=entry.properties.dtype), 0
+    def read(self, key: str, index: tuple[int, ...] = ()) -> Tensor:
+        """A whole tensor, or the one at `index` in its first dimensions."""
+        entry, outer = self.tensors[key], len(index)
+        result, filled = torch.empty(entry.size[outer:], dtype=entry.properties.dtype), 0
         for chunk in entry.chunks:
-            part = self.read_object(key, tuple(chunk.offsets))
-            ends = zip(chunk.offsets, chunk.sizes, strict=True)
-            place = result[tuple(slice(start, start + size) for start, size in ends)]
-            wanted = place.shape, place.dtype
-            if not isinstance(part, Tensor) or (part.shape, part.dtype) != wanted:
+            starts, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+            inside = tuple(map(sub, index, starts))
+            if not all(0 <= number < size for number, size in zip(inside, sizes, strict=False)):
+                continue
+            part = self.read_object(key, starts)
+            if not isinstance(part, Tensor) or (part.shape, part.dtype) != (
+                sizes,
+                result.dtype,
+            ):
                 raise CheckpointError(f"{self.folder}: {key} is not what the index says")
-            place.copy_(part)
-            filled += part.numel()
+            place = tuple(map(slice, starts, map(add, starts, sizes)))[outer:]
+            if result[place].shape != part[inside].shape:
+                raise CheckpointError(f"{self.folder}: {key} is larger than the index says")
+            result[place] = part[inside]
+            filled += part[inside].numel()
         if filled != result.numel():
             raise CheckpointError(f"{self.folder}: parts of {key} are missing")
         return result

@@ -140,9 +140,6 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
         add = scaled_add(model.residual_scale)
     if model.norms != "before":
         add = ModuleSpec(module=NormThenAdd, params={"config": config})
-    norms = _NORM_KEYS_OF_EXPERTS if experts else _NORM_KEYS
-    if config.multi_latent_attention:
-        norms = _NORM_KEYS_OF_LATENTS | {k: v for k, v in norms.items() if "mlp" in k}
     return ModuleSpec(
         module=ParallelResidualLayer if model.parallel_residual else TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -152,7 +149,6 @@ def _layer(model: MegatronModel, config: TransformerConfig, *, experts: bool) ->
             pre_mlp_layernorm=before,
             mlp=_experts(config) if experts else versions.mlp(_layers_of_mlp()),
             mlp_bda=add,
-            sharded_state_dict_keys_map=norms,
         ),
     )
 
@@ -162,16 +158,6 @@ def _head_norm(model: MegatronModel, config: TransformerConfig, heads: int | Non
     if model.norms_over_width:
         return ModuleSpec(module=FullWidthNorm, params={"heads": heads})
     return Norm if config.qk_layernorm else IdentityOp
-
-
-_NORM_KEYS_OF_EXPERTS = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-_NORM_KEYS = _NORM_KEYS_OF_EXPERTS | {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-_NORM_KEYS_OF_LATENTS = {
-    f"self_attention.{part}_layernorm.": f"self_attention.linear_{part}_up_proj.layer_norm_"
-    for part in ("q", "kv")
-}
-"""Names in distributed checkpoints: those of Transformer Engine's layers, which hold the norm
-inside the linear layer that follows it, so that either kind of layer reads the other's."""
 
 
 def _layers_of_mlp(down: type = RowParallelLinear) -> MLPSubmodules:
