@@ -516,6 +516,17 @@ MISTAKES = {
         "optimizer.groups: [{lr_mult: 0.5}]", "add `parameters:` under `optimizer.groups[0]`",
         "optimizer.groups[0].parameters",
     ),
+    "replicas and a growing batch": M(
+        "training.batch_ramp: {start: 4, increment: 4, steps: 10}", "remove one of",
+        given=("parallel.outer: {replicas: 2, every_steps: 10}",),
+    ),
+    "replicas that save between exchanges": M(
+        "parallel.outer: {replicas: 2, every_steps: 30}", "to 60", "checkpoint.every_steps",
+    ),
+    "samples that move without checkpoints": M(
+        "parallel.balance: auto", "set checkpoint.every_steps",
+        given=("checkpoint.every_steps: null",),
+    ),
     "containers of a pod as a map": M(
         "launch.kubernetes: {pod: {containers: {name: a}}}", "write `containers: [{…}]`",
         "launch.kubernetes.pod.containers",

@@ -12,12 +12,12 @@ from typing import Any
 
 from toolkit.errors import PlanError, Problem, RecipeError
 from toolkit.intake.data_rules import DATA_RULES
-from toolkit.intake.outer import outer_problems
 from toolkit.launchers import LAUNCHERS, listed
 from toolkit.models.families.arguments import frequencies_limit, rope_type_of
 from toolkit.models.model import check_config, read
 from toolkit.models.routers import balance_problems
 from toolkit.models.types import NOT_INITIALISED
+from toolkit.objectives.preference import REFERENCE
 from toolkit.plan.hardware.catalogue import Gpu, accelerator
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality
@@ -51,39 +51,55 @@ def steps_with(recipe: Recipe, samples: int) -> int:
     return steps
 
 
-ONLY_WITH: dict[str, tuple[str, ...]] = {
-    "schedule.decay_steps": ("schedule.name", "wsd"),
-    "schedule.decay": ("schedule.name", "wsd"),
-    "schedule.plateau": ("schedule.name", "plateau"),
-    "dpo": ("training.objective", "dpo"),
-    "dpo.label_smoothing": ("dpo.loss", "sigmoid"),
-    "orpo": ("training.objective", "orpo"),
-    "model.checkpoint": ("model.init", "checkpoint"),
-    "model.balance.coefficient": ("model.balance.kind", "sequence_loss", "bias"),
-    "model.balance.bias_update": ("model.balance.kind", "bias"),
-}
-"""Settings that matter only with some values of another setting: that setting, and the
-values."""
-NEEDED_WITH = {
-    "schedule.decay_steps": ("schedule.name", "wsd", "an integer ≥ 1"),
-    "model.hub": ("model.init", "pretrained", "a hub id or folder"),
-    "model.checkpoint": ("model.init", "checkpoint", "a checkpoint or a run directory"),
-    "model.balance.coefficient": (
-        "model.balance.kind",
-        "sequence_loss",
-        "above 0, e.g. 0.001",
-    ),
-    "model.balance.bias_update": ("model.balance.kind", "bias", "above 0, e.g. 0.001"),
-}
+_RAMP, _OUTER = "training.batch_ramp", "parallel.outer"
+
+# A setting counts where it is not at its default, and `KEY=VALUE` where it has this value.
+
+ONLY_WITH: tuple[tuple[str, ...], ...] = (
+    ("schedule.decay_steps", "schedule.name", "wsd"),
+    ("schedule.decay", "schedule.name", "wsd"),
+    ("schedule.plateau", "schedule.name", "plateau"),
+    ("schedule.name=plateau", "evaluation.every_steps"),
+    ("evaluation.patience", "evaluation.every_steps"),
+    ("checkpoint.keep_best", "evaluation.every_steps"),
+    ("checkpoint.keep_best", "checkpoint.every_steps"),
+    ("parallel.balance=auto", "checkpoint.every_steps"),
+    ("dpo", "training.objective", "dpo"),
+    ("dpo.label_smoothing", "dpo.loss", "sigmoid"),
+    ("orpo", "training.objective", "orpo"),
+    ("model.checkpoint", "model.init", "checkpoint"),
+    ("model.balance.coefficient", "model.balance.kind", "sequence_loss", "bias"),
+    ("model.balance.bias_update", "model.balance.kind", "bias"),
+    ("launch.elastic", "launch.launcher", *(n for n, one in LAUNCHERS.items() if one.elastic)),
+)
+"""Settings that matter only with another setting: that setting, and its values, any without."""
+NEEDED_WITH = (
+    ("schedule.decay_steps", "schedule.name", "wsd", "an integer ≥ 1"),
+    ("model.hub", "model.init", "pretrained", "a hub id or folder"),
+    ("model.checkpoint", "model.init", "checkpoint", "a checkpoint or a run directory"),
+    ("model.balance.coefficient", "model.balance.kind", "sequence_loss", "e.g. 0.001"),
+    ("model.balance.bias_update", "model.balance.kind", "bias", "e.g. 0.001"),
+    ("parallel.zero.nvme_path", "parallel.zero.offload_optimizer", "nvme", "a folder"),
+    ("parallel.zero.nvme_path", "parallel.zero.offload_parameters", "nvme", "a folder"),
+)
 """Settings that a value of another setting needs: that setting, its value, what is needed."""
-_RAMP = "training.batch_ramp"
-EITHER = {
-    "schedule.warmup_ratio": "schedule.warmup_steps",
-    "data.validation_fraction": "data.validation",
-    "model.freeze": "adapter",
-    _RAMP: "data.stages",
-}
-"""Settings that exclude each other. A default does not count as stated."""
+NOT_WITH = (
+    ("schedule.warmup_ratio", "schedule.warmup_steps", ""),
+    ("data.validation_fraction", "data.validation", ""),
+    ("model.freeze", "adapter", ""),
+    (_RAMP, "data.stages", ""),
+    ("model.balance.kind=bias", "adapter", ": PEFT has no bias of experts"),
+    ("parallel.balance=auto", "model.balance", ": its terms are divided by the planned rows"),
+    *(
+        (one, _OUTER, ": it depends on all samples, or on one run's validation losses")
+        for one in (
+            *("training.epochs", _RAMP, "data.stages", "schedule.name=plateau"),
+            *("evaluation.patience", "parallel.balance=auto"),
+            *(f"parallel.zero.offload_{what}=nvme" for what in ("optimizer", "parameters")),
+        )
+    ),
+)
+"""Settings that exclude each other, and why."""
 
 
 def _default(key: str) -> object:
@@ -95,36 +111,37 @@ def _shown(value: object) -> str:
     return "settings" if any(isinstance(one, dict) for one in parts) else plain_text(value)
 
 
-def _chosen(stated: dict[str, Any], key: str) -> Any:
-    """The value of a setting. None where it is the default."""
+def _chosen(stated: dict[str, Any], setting: str) -> tuple[str, Any]:
+    """The key, and the value if it counts. Otherwise None."""
+    key, _, word = setting.partition("=")
     value = get(stated, key)
-    return None if value == _default(key) else value
+    return key, None if value == _default(key) or word not in ("", value) else value
 
 
 def _tables(recipe: Recipe) -> Iterator[Problem]:
-    """The rules in `ONLY_WITH`, `NEEDED_WITH` and `EITHER`."""
+    """The rules in `ONLY_WITH`, `NEEDED_WITH` and `NOT_WITH`."""
     stated = recipe.model_dump(mode="json")
-    for key, (other, *words) in ONLY_WITH.items():
-        value, there = _chosen(stated, key), get(stated, other)
-        if value is not None and there not in (None, *words):
-            switch, unset = other.rpartition(".")[2], plain_text(_default(key))
-            found = f"{_shown(value)} with `{switch}: {there}`"
-            allowed = f"{unset} without " + " or ".join(f"`{switch}: {word}`" for word in words)
-            fix = f"remove it ({unset} where it comes from `extends`), or set {other} to "
-            yield Problem(key, found, allowed, fix + " or ".join(words))
-    for key, (other, word, allowed) in NEEDED_WITH.items():
-        if get(stated, other) == word and _chosen(stated, key) is None:
+    for setting, other, *words in ONLY_WITH:
+        (key, value), there = _chosen(stated, setting), get(stated, other)
+        if value is not None and (there not in (None, *words) if words else there is None):
+            unset = plain_text(_default(key))
+            switch = f"`{other.rpartition('.')[2]}: {plain_text(there)}`"
+            fix = f"remove it ({unset} where it comes from `extends`), or set {other}"
+            fix += f" to {listed(words)}" if words else ""
+            yield Problem(key, f"{_shown(value)} with {switch}", f"{unset} with {switch}", fix)
+    for key, other, word, allowed in NEEDED_WITH:
+        if get(stated, other) == word and _chosen(stated, key)[1] is None:
             section, _, name = key.rpartition(".")
             found = f"nothing with `{other.rpartition('.')[2]}: {word}`"
             fix = f"add `{name}: …` under `{section}`, or change {other}"
             yield Problem(key, found, allowed, fix)
-    for key, other in EITHER.items():
-        pair = {one: _chosen(stated, one) for one in (key, other)}
-        if None not in pair.values():
-            found = f"{_shown(pair[key])} together with {other}: {_shown(pair[other])}"
-            unset = " or ".join(f"`{one}: {plain_text(_default(one))}`" for one in pair)
+    for setting, other, why in NOT_WITH:
+        (key, value), (_, there) = _chosen(stated, setting), _chosen(stated, other)
+        if value is not None and there is not None:
+            found = f"{_shown(value)} together with {other}: {_shown(there)}"
+            unset = " or ".join(f"`{one}: {plain_text(_default(one))}`" for one in (key, other))
             fix = f"remove one of {key} and {other} ({unset} where it comes from `extends`)"
-            yield Problem(key, found, "one of the two", fix)
+            yield Problem(key, found, f"one of the two{why}", fix)
 
 
 def _length_of_run(recipe: Recipe) -> Iterator[Problem]:
@@ -213,14 +230,6 @@ def _router_loss(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _balance(recipe: Recipe) -> Iterator[Problem]:
-    balance = recipe.model.balance
-    if balance is not None and balance.kind == "bias" and recipe.adapter is not None:
-        found, allowed = "bias together with adapter", "none or sequence_loss: PEFT has no bias"
-        fix = "set model.balance.kind to sequence_loss, or remove adapter"
-        yield Problem("model.balance.kind", found, allowed, fix)
-
-
 def _balanced_experts(recipe: Recipe, config: dict[str, Any]) -> Iterator[Problem]:
     if recipe.model.balance is not None:
         yield from balance_problems(recipe.model.balance, config)
@@ -260,12 +269,10 @@ def _model_in_parallel(recipe: Recipe, config: dict[str, Any]) -> Iterator[Probl
 
 def _nvme(recipe: Recipe) -> Iterator[Problem]:
     zero = recipe.parallel.zero
-    places = (zero.offload_optimizer, zero.offload_parameters)
-    if "nvme" in places and zero.nvme_path is None:
-        fix = "add `nvme_path: /path/on/a/fast/disk` under `parallel.zero`"
-        allowed = "a folder, for offload to nvme"
-        yield Problem("parallel.zero.nvme_path", "nothing", allowed, fix)
-    if not {"nvme", "auto"} & {*places} and zero.nvme_path is not None:
+    if zero.nvme_path and not {"nvme", "auto"} & {
+        zero.offload_optimizer,
+        zero.offload_parameters,
+    }:
         fix = "remove it, or set offload_optimizer or offload_parameters to nvme"
         allowed = "null without offload to nvme"
         yield Problem("parallel.zero.nvme_path", zero.nvme_path, allowed, fix)
@@ -334,44 +341,33 @@ def _computes(device: Gpu, precision: str) -> bool:
     return device.peak_flops(precision) is not None
 
 
-def _moving(recipe: Recipe) -> Iterator[Problem]:
-    """`parallel.balance: auto` needs checkpoints and several ranks."""
-    parallel, key = recipe.parallel, "parallel.balance"
-    if parallel.balance == "none":
-        return
-    if recipe.checkpoint.every_steps is None:
-        allowed, fix = "none without checkpoints, at which samples move", "set it to 100"
-        yield Problem("checkpoint.every_steps", "null", f"parallel.balance {allowed}", fix)
-    if legality.data_parallel(parallel, recipe.cluster) == 1:
-        allowed = "none: one data-parallel rank has all samples"
-        yield Problem(key, "auto", allowed, "set it to none")
-    if recipe.model.balance is not None:
-        allowed = "none with model.balance, whose terms are divided by the planned rows"
-        yield Problem(key, "auto", allowed, "set it to none")
-
-
 def _following(recipe: Recipe) -> Iterator[Problem]:
-    """Refuse a schedule, early end or best checkpoint by validations if there are none."""
-    validated, saved = recipe.evaluation.every_steps, recipe.checkpoint.every_steps
-    keep, steps = recipe.checkpoint.keep_best, recipe.total_steps()
-    key = "checkpoint.every_steps"
-    if validated is None:
-        for setting, value in recipe.follows_validation.items():
-            found = f"{value}, but no validation during training"
-            fix = "set evaluation.every_steps to 100, or remove it"
-            allowed = "nothing of it without evaluation.every_steps"
-            yield Problem(setting, found, allowed, fix)
-    elif keep is None:
+    """Check that a step before the last is saved and validated, of which the best is kept."""
+    saved, validated = recipe.checkpoint.every_steps, recipe.evaluation.every_steps
+    steps, key = recipe.total_steps(), "checkpoint.every_steps"
+    if recipe.checkpoint.keep_best is None or not (saved and validated and steps):
         return
-    elif saved is None:
-        fix = f"set it to {validated}, or remove checkpoint.keep_best"
-        yield Problem(key, f"null with `keep_best: {keep}`", "a number of steps", fix)
-    elif steps is not None and math.lcm(saved, validated) >= steps:
+    if math.lcm(saved, validated) >= steps:
         found = f"{saved}, but validations every {validated} of {steps:,} steps"
         allowed = "with keep_best, a step before the last that is saved and validated"
         below = saved // validated * validated or validated
         fix = f"set {key} to {below}" if below < steps else "validate and save more often"
         yield Problem(key, found, allowed, fix)
+
+
+def _replicas(recipe: Recipe) -> Iterator[Problem]:
+    """Check that replicas exchange weights where they save, and need no reference model."""
+    if (outer := recipe.parallel.outer) is None:
+        return
+    steps, key = recipe.checkpoint.every_steps, "checkpoint.every_steps"
+    if steps is not None and steps % outer.every_steps:
+        nearest = -(-steps // outer.every_steps) * outer.every_steps
+        allowed = f"null or a multiple of {outer.every_steps}, {_OUTER}.every_steps"
+        yield Problem(key, str(steps), allowed, f"set {key} to {nearest}")
+    if REFERENCE in recipe.objective().reads:
+        key, found = "training.objective", recipe.training.objective
+        allowed = f"an objective without a reference model, with {_OUTER}"
+        yield Problem(key, found, allowed, f"remove {_OUTER}")
 
 
 def _containers(recipe: Recipe) -> Iterator[Problem]:
@@ -386,13 +382,8 @@ def _containers(recipe: Recipe) -> Iterator[Problem]:
 def _elastic(recipe: Recipe) -> Iterator[Problem]:
     """Check that every number of machines that an elastic run may have is possible."""
     launch, nodes = recipe.launch, recipe.cluster.nodes
-    elastic, able = launch.elastic, LAUNCHERS[launch.launcher]
-    if elastic is None:
+    if (elastic := launch.elastic) is None:
         return
-    if not able.elastic:
-        names = listed([name for name, one in LAUNCHERS.items() if one.elastic])
-        found, fix = f"settings with `launcher: {able.name}`", f"set launch.launcher to {names}"
-        yield Problem("launch.elastic", found, f"null without launcher {names}", fix)
     if not elastic.min_nodes <= nodes <= elastic.max_nodes:
         found = f"{nodes}, outside of launch.elastic"
         allowed = f"from {elastic.min_nodes} to {elastic.max_nodes}"
@@ -420,7 +411,6 @@ def _degrees(recipe: Recipe) -> Iterable[Problem]:
 
 RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     _tables,
-    _moving,
     _length_of_run,
     _warmup,
     _learning_rates,
@@ -428,7 +418,6 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     _model_source,
     _model_config,
     _router_loss,
-    _balance,
     _degrees,
     context.unused,
     _nvme,
@@ -436,7 +425,7 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     _ramp,
     _accelerator,
     kernels.fp8_settings,
-    outer_problems,
+    _replicas,
     _following,
     *DATA_RULES,
     _containers,
