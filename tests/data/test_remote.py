@@ -9,6 +9,7 @@ from unittest.mock import Mock
 
 import fsspec
 import pytest
+from huggingface_hub import HfApi, HfFileSystem
 
 from toolkit.data.progress import untracked
 from toolkit.data.remote import check_package, copied, list_files, shown
@@ -85,6 +86,16 @@ def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BackendUnavailable) as raised:
             list_files(url)
         assert raised.value.fix == f"pip install {package}"
+
+
+def test_a_branch_of_a_hub_is_read_at_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it becomes later is other data."""
+    commit, asked = "0123456789" * 4, list[str]()
+    monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: Mock(sha=commit))
+    monkeypatch.setattr(HfFileSystem, "glob", lambda _, path, **__: asked.append(path) or {})
+    for branch in ("", "@main"):
+        list_files(f"hf://datasets/org/texts{branch}/data/*.parquet")
+    assert asked == [f"datasets/org/texts@{commit}/data/*.parquet"] * 2
 
 
 def test_logins_are_not_shown() -> None:

@@ -246,6 +246,25 @@ def test_a_pinned_hub_revision_needs_no_look_at_the_hub() -> None:
         list(documents)
 
 
+def test_rows_of_a_hub_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read as those of files are: the column of the text alone, or without nulls of Arrow."""
+    import datasets
+
+    chats = [[{"role": "user"}], [{"content": "Hi"}]]
+    rows = [row | {"messages": chats[number % 2]} for number, row in enumerate(ROWS)]
+    loaded, asked = datasets.Dataset.from_list(rows), list[object]()
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *names, **more: asked.append((names, more)) or loaded
+    )
+    assert list(open_hf("org/texts", name="all", split="train[:3]")) == TEXTS
+    assert asked[-1] == (("org/texts", "all"), {"split": "train[:3]", "revision": None})
+    source = ChatSource(kind="chat", path="org/texts")
+    records = list(open_records(source, Path("cache")))
+    assert [row for _, row in records] == rows and records[2][0] == "org/texts, row 3"
+    with pytest.raises(DataError, match="has no column `body`; its columns are text, id, mess"):
+        list(open_hf("org/texts", text_field="body"))
+
+
 def test_files_need_no_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_files(tmp_path, a_txt="a")
     monkeypatch.setitem(sys.modules, "datasets", None)
