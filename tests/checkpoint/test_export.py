@@ -11,25 +11,22 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.checkpoint.conftest import MANIFEST
-from tests.checkpoint.making import MODEL, save
+from tests.checkpoint.making import MODEL
 from tests.data.chat.families import make_tokenizer
 from tests.models.small import FAMILIES, filled, section, tiny
 from tests.plan.making import recipe
-from toolkit.checkpoint import export_adapters
 from toolkit.checkpoint.export import export
 from toolkit.checkpoint.export_adapters import base_weights, saved_lora
 from toolkit.checkpoint.saver import Saver
-from toolkit.checkpoint.shards import QUANTITIES, StateShard, parameter_blocks, whole_block
+from toolkit.checkpoint.shards import QUANTITIES, StateShard, parameter_blocks
 from toolkit.checkpoint.store import CheckpointStore
 from toolkit.data.tokenizers import CHATML
 from toolkit.errors import CheckpointError
 from toolkit.models import huggingface as hf
-from toolkit.models.adapters.huggingface import peft_config
-from toolkit.models.adapters.lora import Lora
 from toolkit.models.judge import model_types
 from toolkit.models.model import check_config
 from toolkit.models.weights import correction_biases
-from toolkit.recipe.schema import AdapterSection, ModelSection
+from toolkit.recipe.schema import ModelSection
 from toolkit.train.exporting import add_turn_ends
 
 
@@ -140,34 +137,6 @@ def test_adapters_of_an_earlier_release() -> None:
     stated["adapter"] = section | {"rslora": True}
     lora = saved_lora(manifest, hf.build_config(MODEL))
     assert lora is not None and lora.scaling == 4  # alpha / √rank
-
-
-def test_adapters_that_peft_would_not_find_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which skips tensors that its file does not name."""
-    lora = Lora.of(AdapterSection(rank=2, alpha=4), hf.build_config(MODEL).to_dict())
-    state = [
-        StateShard(
-            [whole_block(name, shape)],
-            {quantity: torch.zeros(shape) for quantity in QUANTITIES},
-            saved_here=True,
-        )
-        for name, shape in lora.shapes.items()
-    ]
-    stated = {"adapter": lora.section.model_dump(), "model": MODEL.model_dump(mode="json")}
-    manifest = replace(MANIFEST, recipe=stated | {"training": {"precision": "fp32"}})
-    checkpoint = save(tmp_path / "checkpoints", manifest, state)
-
-    def fewer(lora: Lora, base: Any) -> Any:
-        config = peft_config(lora, base)
-        config.target_modules = {"q_proj"}
-        return config
-
-    monkeypatch.setattr(export_adapters, "peft_config", fewer)
-    with pytest.raises(CheckpointError, match=r"PEFT expects .* None, the file"):
-        export(checkpoint, tmp_path / "lost")
-    assert not (tmp_path / "lost").exists()
 
 
 def test_a_model_from_nothing_may_use_its_cache(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """From a recipe's data section to packed samples."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,23 +86,3 @@ def test_mistakes(base: Path, data: Any, settings: Any, says: str) -> None:
     with pytest.raises(DataError, match=says) as raised:
         build(base, data, **settings)
     assert raised.value.fix
-
-
-WARM = """
-import sys
-from toolkit.data.build import build_data
-from toolkit.recipe.schema import DataSection, TrainingSection
-data = DataSection.model_validate({"train": {"kind": "hf", "path": "data.jsonl"}})
-training = TrainingSection(sequence_length=4, global_batch_size=1, seed=1)
-build_data(data, training, None)
-print(*sorted({"datasets", "torch"} & set(sys.modules)))
-"""
-
-
-def test_warm_start_imports_neither_datasets_nor_torch(tmp_path: Path) -> None:
-    (tmp_path / "data.jsonl").write_text('{"text": "some text"}\n')
-    build(tmp_path, {"train": {"kind": "hf", "path": "data.jsonl"}}, batch=1)
-    finished = subprocess.run(
-        [sys.executable, "-c", WARM], capture_output=True, text=True, check=True
-    )
-    assert finished.stdout.split() == []

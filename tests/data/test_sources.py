@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from toolkit.data import readers
 from toolkit.data.files import cache_folder
-from toolkit.data.listing import content_fingerprint, find_files
+from toolkit.data.listing import content_fingerprint
 from toolkit.data.readers import without_added_nulls
 from toolkit.data.records import open_records
 from toolkit.data.sources import Documents, open_source
-from toolkit.data.tokenized import prepare
-from toolkit.data.tokenizers import byte_tokenizer
 from toolkit.errors import BackendUnavailable, DataError
 from toolkit.recipe.schema import ChatSource, HfSource, TextSource
 
@@ -67,13 +64,6 @@ def test_binary_files_are_not_text(tmp_path: Path, content: bytes, what: str) ->
     with pytest.raises(DataError, match=what) as raised:
         list(open_text("a.txt"))
     assert "kind: hf" in str(raised.value.fix)
-
-
-def test_stdlib() -> None:
-    (path,) = find_files(["{stdlib}/textwrap.py"])
-    import textwrap
-
-    assert isinstance(path, Path) and path.samefile(textwrap.__file__)
 
 
 def test_no_match_names_the_glob(tmp_path: Path) -> None:
@@ -169,26 +159,6 @@ def test_hf_file_kinds(tmp_path: Path) -> None:
     assert list(open_hf("lines.txt")) == ["one", "", "two"]
     (tmp_path / "null.jsonl").write_text('{"text": null}\n{"text": "x"}\n')
     assert list(open_hf("null.jsonl")) == ["", "x"]
-
-
-@pytest.mark.parametrize("form", ["dictionary", "view"])
-def test_text_in_other_arrow_types(tmp_path: Path, form: str) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    types = {"dictionary": pa.dictionary(pa.int32(), pa.string()), "view": pa.string_view()}
-    pq.write_table(pa.table({"text": pa.array(TEXTS, types[form])}), tmp_path / "a.parquet")
-    assert list(open_hf("a.parquet")) == TEXTS
-
-
-def test_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for the total of a progress bar; they are hashed before."""
-    opened, really = list[object](), readers.opened
-    monkeypatch.setattr(readers, "opened", lambda file: opened.append(file) or really(file))
-    write_jsonl(tmp_path / "data.jsonl")
-    source = HfSource(kind="hf", path="data.jsonl")
-    prepare(source, byte_tokenizer(), cache=Path("cache"))
-    assert len(opened) == 1
 
 
 def test_files_of_save_to_disk(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -111,13 +110,6 @@ def own_code(folder: Path) -> None:
     (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Mine: pass\n")
 
 
-def of_sentencepiece(folder: Path) -> None:
-    folder.mkdir()
-    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    config = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -125,13 +117,6 @@ def of_sentencepiece(folder: Path) -> None:
         (broken, "cannot load the tokenizer"),
         (empty, "cannot load the tokenizer"),
         (panics, r"cannot load the tokenizer `.*`: Precompiled"),
-        pytest.param(
-            of_sentencepiece,
-            "its tokenizer.model needs the package sentencepiece",
-            marks=pytest.mark.skipif(
-                find_spec("sentencepiece") is not None, reason="installed"
-            ),
-        ),
     ],
 )
 def test_unusable_folders(tmp_path: Path, make: object, says: str) -> None:

@@ -79,7 +79,7 @@ def export(
             if lora is None or merged or file.name not in hf.MODEL_FILES:
                 shutil.copyfile(file, hidden / file.name)
         if lora is not None and not merged:
-            write_peft(hidden, state, lora, manifest, config, tick)
+            write_peft(hidden, state, lora, manifest, tick)
             return
         source = state if lora is None else MergedWeights(state, lora, manifest)
         tensors = entries(source, exported_dtype(manifest), config)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,9 +126,6 @@ def _from_pretrained(name: str, revision: str | None) -> "PreTrainedTokenizerFas
         reason = str(error).strip() or type(error).__name__
         if cached_only:
             reason = "the hub is not reachable, and its local cache does not hold it"
-        elif "install tiktoken`" in reason and find_spec("sentencepiece") is None:
-            # Which transformers tries where it cannot read a SentencePiece model.
-            reason = "its tokenizer.model needs the package sentencepiece"
         raise DataError(
             f"cannot load the tokenizer `{name}`: {reason}",
             fix=f"{_NAME_ONE}; without network, download the tokenizer once while online",
