@@ -37,7 +37,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
 @pytest.fixture
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No variable of this machine may make a generated text look like a secret."""
-    monkeypatch.setattr("toolkit.text.redact.Redactor.looks_secret", lambda *_: False)
+    monkeypatch.setattr("toolkit.intake.layers.looks_secret", lambda *_: False)
 
 
 @pytest.mark.usefixtures("no_environment")

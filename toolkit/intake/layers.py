@@ -36,7 +36,7 @@ from toolkit.recipe.yaml_text import (
 )
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import leaves
-from toolkit.text.redact import MASK, redactor
+from toolkit.text.redact import MASK, looks_secret
 from toolkit.text.suggest import closest
 
 OVERRIDE_FILE = "--set"
@@ -112,7 +112,6 @@ def places_of(path: Path, overrides: Sequence[str]) -> dict[str, Location]:
 
 def _secrets(stated: Stated) -> Iterator[Problem]:
     """Credentials anywhere in a file. The values themselves are never shown."""
-    looks_secret = redactor().looks_secret
     for path, place in stated.places.items():
         key, value = dotted(path), stated.at(path)
         if not isinstance(value, dict | list) and looks_secret(key, value):

@@ -14,7 +14,7 @@ from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.recipe.mistakes import explain
 from toolkit.recipe.schema import Recipe
 from toolkit.recipe.yaml_text import Stated, parts_of
-from toolkit.text.redact import redact, redactor
+from toolkit.text.redact import redact
 from toolkit.text.units import shortened
 
 _LONGEST_TEXT = 200
@@ -89,17 +89,16 @@ def _presentable(problems: Iterable[Problem], files: Sequence[str]) -> list[Prob
         first.setdefault((problem.key, problem.file), problem)
     rank = {file: index for index, file in enumerate(files)}
     ordered = sorted(first.values(), key=lambda p: (rank.get(p.file, 0), p.line))
-    mask = redactor().redact
 
     def short(text: str) -> str:
-        return shortened(mask(text), _LONGEST_TEXT)
+        return shortened(redact(text), _LONGEST_TEXT)
 
     return [
         replace(
             one,
             key=short(one.key),
             found=short(one.found),
-            allowed=mask(one.allowed),
+            allowed=redact(one.allowed),
             fix=short(one.fix),
         )
         for one in ordered

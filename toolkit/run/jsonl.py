@@ -15,7 +15,7 @@ from typing import Any
 
 from toolkit.system.atomic import write_atomically
 from toolkit.system.untrusted import parse_json, read_bytes
-from toolkit.text.redact import redactor
+from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
 
 LARGEST = 1 << 33
@@ -25,13 +25,6 @@ LARGEST = 1 << 33
 def plain(value: Any, text: Callable[[str], str] = str) -> Any:
     """Return `value` with non-finite numbers as strings, texts as `text` of them returns, and
     secrets masked in those."""
-    redact = redactor().redact
-    return _plain(value, lambda found: redact(text(found)))
-
-
-def _plain(value: Any, redact: Callable[[str], str]) -> Any:
-    if value is None:
-        return None
     if isinstance(value, float):
         if math.isfinite(value):
             return value
@@ -39,11 +32,11 @@ def _plain(value: Any, redact: Callable[[str], str]) -> Any:
             return "NaN"
         return "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, str):
-        return redact(value)
+        return redact(text(value))
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, redact) for key, item in value.items()}
+        return {str(key): plain(item, text) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item, redact) for item in value]
+        return [plain(item, text) for item in value]
     return value
 
 

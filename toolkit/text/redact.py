@@ -1,14 +1,13 @@
 """Keep credentials out of recipes, error texts and everything that a run writes.
 
-`looks_secret` decides whether a setting holds a secret. `redact` and `Redactor` mask every
-secret in a text.
+`looks_secret` decides whether a setting holds a secret. `redact` masks every secret in a text.
 """
 
 import json
 import os
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -105,14 +104,35 @@ def secret_variable(name: str) -> bool:
 def looks_secret(key: str, value: object) -> bool:
     """Is `value`, stated under the dotted `key`, a credential that must not be written?
 
-    See `Redactor.looks_secret`. This takes the secrets of the current environment.
+    Judged by the key's name (`api_key`, `hf_token` and `secrets.login`, but not `tokens` and
+    `pad_token`), by the value's shape (tokens, logins in URLs, long hex or base64 outside of
+    revisions and hashes) and by the secrets of the current environment.
     """
-    return redactor().looks_secret(key, value)
+    if value is None or isinstance(value, bool):
+        return False
+    names = [_words(part) for part in key.split(".")]
+    is_secret = any(_SECRET_KEY.search(name) or name == "token" for name in names)
+    if is_secret and not _REFERENCE.search(key):
+        return True
+    if not isinstance(value, str):
+        return False
+    if value in _environment_secrets() or any(one.search(value) for one in _IN_VALUES):
+        return True
+    if _DIGEST_WORDS.intersection(names[-1].split("_")):
+        return False
+    return bool(_LONG_HEX.fullmatch(value) or _LONG_BASE64.fullmatch(value))
 
 
 def redact(text: str) -> str:
-    """`text` with the secrets of the current environment masked (see Redactor)."""
-    return redactor().redact(text)
+    """`text` with every credential-shaped part, and every secret of the current environment,
+    replaced by `***`."""
+    if secrets := _environment_secrets():
+        text = _spelt(secrets).sub(MASK, text)
+    text = _PRIVATE_KEY.sub(MASK, text)
+    text = _URL_LOGIN.sub(rf"\1{MASK}@", text)
+    text = _SIGNED.sub(rf"\1{MASK}", text)
+    text = _ASSIGNED.sub(rf"\1{MASK}", text)
+    return _CREDENTIAL.sub(MASK, text)
 
 
 def copy_to_log(lines: TextIO, log: Path) -> None:
@@ -128,63 +148,17 @@ def copy_to_log(lines: TextIO, log: Path) -> None:
                 file.write(redact(line).encode())
 
 
-def redactor() -> "Redactor":
-    """The redactor of the current environment: for many texts at once."""
-    return _redactor(environment_secrets(os.environ))
-
-
-class Redactor:
-    """Masks the secrets of one environment. Build once, use for every text."""
-
-    def __init__(self, secrets: frozenset[str]) -> None:
-        self._secrets = secrets
-        spelt = {text for secret in self._secrets for text in _spellings(secret)}
-        longest_first = sorted(spelt, key=len, reverse=True)
-        self._values = (
-            re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
-        )
-
-    def looks_secret(self, key: str, value: object) -> bool:
-        """Is `value`, stated under the dotted `key`, a credential?
-
-        Judged by the key's name (`api_key`, `hf_token` and `secrets.login`, but not `tokens`
-        and `pad_token`), by the value's shape (tokens, logins in URLs, long hex or base64
-        outside of revisions and hashes) and by this environment's secrets.
-        """
-        if value is None or isinstance(value, bool):
-            return False
-        names = [_words(part) for part in key.split(".")]
-        is_secret = any(_SECRET_KEY.search(name) or name == "token" for name in names)
-        if is_secret and not _REFERENCE.search(key):
-            return True
-        if not isinstance(value, str):
-            return False
-        if value in self._secrets:
-            return True
-        if any(pattern.search(value) for pattern in _IN_VALUES):
-            return True
-        if _DIGEST_WORDS.intersection(names[-1].split("_")):
-            return False
-        return bool(_LONG_HEX.fullmatch(value) or _LONG_BASE64.fullmatch(value))
-
-    def redact(self, text: str) -> str:
-        """`text` with every known or credential-shaped part replaced by `***`."""
-        if self._values is not None:
-            text = self._values.sub(MASK, text)
-        text = _PRIVATE_KEY.sub(MASK, text)
-        text = _URL_LOGIN.sub(rf"\1{MASK}@", text)
-        text = _SIGNED.sub(rf"\1{MASK}", text)
-        text = _ASSIGNED.sub(rf"\1{MASK}", text)
-        return _CREDENTIAL.sub(MASK, text)
-
-
-_redactor = lru_cache(maxsize=8)(Redactor)
-
-
-def environment_secrets(environment: Mapping[str, str]) -> frozenset[str]:
+def _environment_secrets() -> frozenset[str]:
     """The values of variables that are secrets by their names."""
-    values = (value.strip() for name, value in environment.items() if secret_variable(name))
+    values = (value.strip() for name, value in os.environ.items() if secret_variable(name))
     return frozenset(value for value in values if len(value) >= MIN_SECRET_LENGTH)
+
+
+@lru_cache(maxsize=8)
+def _spelt(secrets: frozenset[str]) -> re.Pattern[str]:
+    """Finds any of the secrets, however it is spelt. The longest is found first."""
+    spelt = {text for secret in secrets for text in _spellings(secret)}
+    return re.compile("|".join(map(re.escape, sorted(spelt, key=len, reverse=True))))
 
 
 def _spellings(secret: str) -> Iterator[str]:
