@@ -80,7 +80,7 @@ class RayStarter:
         """Start the driver and wait. See Starter. A request to stop reaches every machine's
         agent."""
         run = RunDirectory(spec.run_dir)
-        events, output = EventLog(run.events), _AgentOutput(run)
+        events, shown = EventLog(run.events), _sizes(run)
         code: int | None = None
         with _driver(spec) as driver:
             stopping = False
@@ -91,8 +91,8 @@ class RayStarter:
                     driver.terminate()
                 with suppress(subprocess.TimeoutExpired):
                     code = driver.wait(_POLL_S)
-                output.show()
-        output.show()
+                _show_output(run, shown)
+        _show_output(run, shown)
         if code is None:
             code = EXIT_FAILED
             tell("error: the ranks were killed, as requested")
@@ -134,25 +134,18 @@ def agent_log(run: RunDirectory, machine: int | str) -> Path:
     return run.logs / f"ray-{machine}.log"
 
 
-class _AgentOutput:
-    """The output of the agents of this launch."""
+def _sizes(run: RunDirectory) -> dict[Path, int]:
+    """Bytes in the log of each machine's agent."""
+    return {log: log.stat().st_size for log in run.logs.glob(agent_log(run, "*").name)}
 
-    def __init__(self, run: RunDirectory) -> None:
-        self._run = run
-        self._shown = {log: log.stat().st_size for log in self._logs()}
-        """For each log, how many of its bytes were printed or belong to an earlier launch."""
 
-    def show(self) -> None:
-        """Print what the agents have written since the last call."""
-        for log in self._logs():
-            with suppress(OSError), log.open("rb") as file:
-                file.seek(self._shown.get(log, 0))
-                new = file.read()
-                self._shown[log] = file.tell()
-                print(new.decode(errors="replace"), end="", file=sys.stderr, flush=True)
-
-    def _logs(self) -> list[Path]:
-        return sorted(self._run.logs.glob(agent_log(self._run, "*").name))
+def _show_output(run: RunDirectory, shown: dict[Path, int]) -> None:
+    """Print what agents have written behind the bytes `shown`, which this brings up to date."""
+    for log in sorted(_sizes(run)):
+        with suppress(OSError), log.open("rb") as file:
+            file.seek(shown.get(log, 0))
+            print(file.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
+            shown[log] = file.tell()
 
 
 def main(given: Mapping[str, Any]) -> int:
