@@ -53,8 +53,7 @@ class Rank0:
             self.metrics.write(Metrics(step, loss, *numbers, {"accuracy": step / 10}))
 
     def finish(self, limit_s: float = HANG_S, code: int = 0) -> None:
-        self.events.write("end", exit_code=code)
-        self.trackers.finish(limit_s)
+        self.trackers.finish(limit_s, code)
 
     def warnings(self) -> list[str]:
         return [e["message"] for e in jsonl.read(self.run.events) if e["kind"] == "warning"]
@@ -332,13 +331,3 @@ def test_rows_are_in_the_order_of_steps(run: RunDirectory) -> None:
 def test_a_damaged_state_is_none(run: RunDirectory, damaged: str) -> None:
     run.tracker_state("wandb").write_text(damaged)
     assert Posted.load(run.tracker_state("wandb")) is None
-
-
-def test_a_warning_behind_the_end_hides_no_exit_code(run: RunDirectory) -> None:
-    """Of another tracker, which stopped working meanwhile."""
-    events = EventLog(run.events)
-    events.write("start")
-    assert tracker_thread._exit_code(run.events) == 4
-    events.write("end", exit_code=75)
-    events.write("warning", source="mlflow", message="it did not finish")
-    assert tracker_thread._exit_code(run.events) == 75

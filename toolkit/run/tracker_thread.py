@@ -103,12 +103,11 @@ class Trackers:
         for poster in self._posters:
             poster.start()
 
-    def finish(self, timeout_s: float) -> None:
-        """Let all post the remaining values at the same time, at most that long. Call this
-        behind the `end` event."""
+    def finish(self, timeout_s: float, exit_code: int) -> None:
+        """Let all post the remaining values at the same time, at most that long."""
         until = time.monotonic() + timeout_s
         for poster in self._posters:
-            poster.ended.set()
+            poster.end(exit_code)
         for poster in self._posters:
             poster.join(max(0.0, until - time.monotonic()))
             if poster.is_alive():
@@ -124,8 +123,8 @@ class Poster(threading.Thread):
         super().__init__(daemon=True, name=f"post to {tracker}")
         self._run, self._tracker, self._events = run, tracker, events
         self._run_name, self._project = run_name, project
-        self.ended = threading.Event()
-        """Set when the run has ended: what is left is posted, then the thread ends."""
+        self._ended = threading.Event()
+        self._exit_code = EXIT_FAILED
         self._failed = False
 
     def run(self) -> None:
@@ -139,6 +138,11 @@ class Poster(threading.Thread):
             text = str(error).strip().splitlines()
             self.fail(": ".join([type(error).__name__, *text[:1]]))
             logger.info("%s stopped working", self._tracker, exc_info=error)
+
+    def end(self, exit_code: int) -> None:
+        """The run has ended: post what is left, then end the thread."""
+        self._exit_code = exit_code
+        self._ended.set()
 
     def fail(self, reason: str) -> None:
         """Report that the tracker does not work."""
@@ -164,19 +168,18 @@ class Poster(threading.Thread):
         tracker = start(self._run, self._run_name, self._project, posted.run_id)
         posted.run_id = tracker.run_id
         posted.save(file)
-        rows, exit_code = _Rows(self._run), None
-        while exit_code is None:
-            ended = self.ended.wait(_POLL_S)
+        rows, ended = _Rows(self._run), False
+        while not ended:
+            ended = self._ended.wait(_POLL_S)
             posted.save(file)  # of the last poll, whose rows are stored by now
-            exit_code = _exit_code(self._run.events) if ended else None
             # Another start may add a validation to the newest step of one that did not finish.
-            newest = exit_code == EXIT_DONE or tracker.adds_to_rows
+            newest = tracker.adds_to_rows or (ended and self._exit_code == EXIT_DONE)
             for step, row in rows.new(posted, newest=newest):
                 tracker.log(row, step)
                 posted.names.update(dict.fromkeys(row, step))
                 if tracker.stores_at_once:
                     posted.save(file)
-        tracker.finish(exit_code)
+        tracker.finish(self._exit_code)
         posted.save(file)
 
 
@@ -236,14 +239,6 @@ def _numbers(line: Mapping[str, Any]) -> dict[str, float]:
         if key != "step" and (isinstance(value, int | float) or value in _NOT_FINITE):
             numbers[name] = float(value)
     return numbers
-
-
-def _exit_code(events: Path) -> int:
-    """How the run ended. Other trackers may have written warnings since."""
-    lives = [event for event in jsonl.read(events) if event["kind"] in ("start", "end")]
-    if lives and lives[-1]["kind"] == "end":
-        return int(lives[-1].get("exit_code") or 0)
-    return EXIT_FAILED
 
 
 def _of_accelerate(kind: str, /, *arguments: Any, **keywords: Any) -> Any:

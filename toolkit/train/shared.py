@@ -7,6 +7,7 @@ from toolkit.checkpoint.manifest import Manifest
 from toolkit.checkpoint.validation import ValidationHistory
 from toolkit.engines.base import StepResult
 from toolkit.engines.distributed import Ranks
+from toolkit.errors import EXIT_FAILED
 from toolkit.layout import Layout
 from toolkit.run.assignment import Assignment
 from toolkit.run.directory import RunDirectory
@@ -105,6 +106,7 @@ class Worker:
         self.progress = Progress()
         """Progress of the run, from the checkpoint on that it continues from."""
         self.at_end = ExitStack()
-        """Closed after the `end` event is written, which W&B reads."""
+        """Closed when `exit_code` is known."""
+        self.exit_code = EXIT_FAILED
         limit_s = self.recipe.launch.hang_timeout_s
         marks.watch(self.directory, ranks.world, limit_s, self.events)

@@ -186,7 +186,7 @@ class Stages(Worker):
             events.write("load", step=step, seconds=round(load_s, 3))
         bar = ProgressReport(self.steps, step, marks.console)
         reporter = Reporter(self.directory, self.recipe, events, step, bar)
-        self.at_end.callback(reporter.trackers.finish, TRACKER_GRACE_S)
+        self.at_end.callback(lambda: reporter.trackers.finish(TRACKER_GRACE_S, self.exit_code))
         return reporter
 
     def _report_resize(self) -> None:

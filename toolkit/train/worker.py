@@ -162,6 +162,7 @@ def _end(worker: Worker, code: int) -> int:
     failpoint("leaving")
     if worker.leads:
         _record(worker, "end", exit_code=code)
+    worker.exit_code = code
     worker.at_end.close()
     dist.barrier(worker.together.group)
     leave()
@@ -176,6 +177,7 @@ def _fail(worker: Worker, error: Exception, code: int, message: str) -> None:
     """Record this rank's failure, without waiting for ranks that may never arrive."""
     retry = {} if getattr(error, "retry", True) else {"retry": False}
     _record(worker, "end", exit_code=code, error=message, **retry)
+    worker.exit_code = code
     worker.at_end.__exit__(type(error), error, error.__traceback__)
 
 
