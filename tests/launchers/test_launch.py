@@ -1,22 +1,75 @@
 """`local` with real processes: how runs end, and that nothing is left behind."""
 
+import contextlib
 import ctypes
 import json
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.launchers.conftest import run_stand_ins
-from tests.launchers.watching import WarmProcess, alive
+from tests.launchers.watching import STAND_IN, WarmProcess, alive
 from tests.needs import NAMESPACES, require
 from tests.processes import wait_until
+from toolkit.launchers import ranks as ranks_of_a_machine
+from toolkit.launchers.base import Job
+from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.outcome import RankExit, report_failure
+from toolkit.launchers.process import FAILED_GRACE_S, StopSignals
+from toolkit.recipe.schema import ClusterSection
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.ending import PEER_LOST
+
+
+def run_stand_ins(run_dir: Path, behaviour: str, failed_grace_s: float) -> int:
+    """Launch two stand-in workers; returns the exit code."""
+    ranks_of_a_machine.FAILED_GRACE_S = failed_grace_s
+    worker = tuple(map(str, (STAND_IN, run_dir, behaviour)))
+    launcher = LocalStarter()
+    spec = launcher.spec(Job(run_dir, ClusterSection(gpus_per_node=2), worker=worker))
+    with StopSignals() as signals:
+        return launcher.run(spec, signals)
+
+
+class Launch:
+    """A launcher process with two stand-in workers."""
+
+    def __init__(self, run_dir: Path, behaviour: str, failed_grace_s: float) -> None:
+        self.run_dir = run_dir
+        arguments = run_dir, behaviour, failed_grace_s
+        self.process = WarmProcess(run_dir / "said", run_stand_ins, *arguments)
+        self.end = self.process.end
+
+    def worker_pids(self) -> list[int]:
+        """Wait until all workers are there; return their process ids by rank."""
+        files = [self.run_dir / f"pid-{rank}" for rank in range(2)]
+        wait_until(
+            lambda: all(file.exists() and file.read_text() for file in files), "all workers"
+        )
+        return [int(file.read_text()) for file in files]
+
+    def signal_group(self, number: signal.Signals) -> None:
+        os.killpg(self.process.pid, number)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    launches: list[Launch] = []
+
+    def start(behaviour: str, failed_grace_s: float = FAILED_GRACE_S) -> Launch:
+        launches.append(Launch(tmp_path, behaviour, failed_grace_s))
+        return launches[-1]
+
+    yield start
+    for launch in launches:
+        launch.process.kill()
+        for file in tmp_path.glob("pid-*"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(file.read_text()), signal.SIGKILL)
 
 
 def assert_gone(pids: list[int]) -> None:
@@ -24,7 +77,7 @@ def assert_gone(pids: list[int]) -> None:
 
 
 def test_all_ranks_done(start):
-    launch = start("local", "done")
+    launch = start("done")
     assert launch.end()[0] == 0
     for rank in range(2):
         argv = json.loads((launch.run_dir / f"argv-{rank}").read_text())
@@ -35,7 +88,7 @@ def alone(run_dir: Path) -> int:
     """Launch where loopback is down."""
     new_network = 0x40000000
     assert ctypes.CDLL(None).unshare(new_network) == 0
-    return run_stand_ins("local", run_dir, "done", 1, 1)
+    return run_stand_ins(run_dir, "done", 1)
 
 
 def test_ranks_that_cannot_connect_to_each_other_are_not_started(tmp_path):
@@ -49,7 +102,7 @@ def test_ranks_that_cannot_connect_to_each_other_are_not_started(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
 def test_a_signal_to_the_launcher_saves_and_stops(start, number):
-    launch = start("local", "sleep")
+    launch = start("sleep")
     pids = launch.worker_pids()
     launch.process.send_signal(number)
     assert launch.end()[0] == 75
@@ -57,7 +110,7 @@ def test_a_signal_to_the_launcher_saves_and_stops(start, number):
 
 
 def test_ctrl_c_reaches_each_rank_once_which_saves(start):
-    launch = start("local", "sleep")
+    launch = start("sleep")
     pids = launch.worker_pids()
     launch.signal_group(signal.SIGINT)
     assert launch.end()[0] == 75
@@ -67,7 +120,7 @@ def test_ctrl_c_reaches_each_rank_once_which_saves(start):
 
 @pytest.mark.parametrize("code", [2, 3])
 def test_the_failing_rank_is_named_with_its_log_and_a_user_error_kept(start, code):
-    launch = start("local", f"fail=1:{code}")
+    launch = start(f"fail=1:{code}")
     pids = launch.worker_pids()
     exit_code, errors = launch.end()
     assert exit_code == code
@@ -77,7 +130,7 @@ def test_the_failing_rank_is_named_with_its_log_and_a_user_error_kept(start, cod
 
 
 def test_what_rank_0_told_is_not_told_again(start):
-    exit_code, errors = start("local", "fail=0:4 telling").end()
+    exit_code, errors = start("fail=0:4 telling").end()
     assert exit_code == 4
     assert errors.count("error: ") == 1
     assert "error: told by itself" in errors
@@ -88,13 +141,13 @@ def test_a_rank_that_the_user_has_not_heard_is_named(start, tmp_path, behaviour)
     # What was told in an earlier launch does not count.
     earlier = {"kind": "end", "rank": 0, "exit_code": 4, "error": "told then"}
     (tmp_path / "events.jsonl").write_text(json.dumps(earlier) + "\n")
-    exit_code, errors = start("local", behaviour).end()
+    exit_code, errors = start(behaviour).end()
     assert exit_code == 4
     assert f"error: rank {behaviour[5]} failed with exit code 4" in errors
 
 
 def test_a_killed_rank_is_named_although_its_end_is_seen_last(start):
-    launch = start("local", "fail=0:4 losing stubborn")
+    launch = start("fail=0:4 losing stubborn")
     pids = launch.worker_pids()
     wait_until(lambda: not alive(pids[0]), "the end of the rank that lost the other")
     os.kill(pids[1], signal.SIGKILL)
@@ -104,7 +157,7 @@ def test_a_killed_rank_is_named_although_its_end_is_seen_last(start):
 
 
 def test_a_stop_before_the_workers_listen_is_no_failure(start):
-    launch = start("local", "early")
+    launch = start("early")
     pids = launch.worker_pids()
     launch.process.send_signal(signal.SIGTERM)
     assert launch.end()[0] == 75
@@ -113,7 +166,7 @@ def test_a_stop_before_the_workers_listen_is_no_failure(start):
 
 def test_a_stopped_rank_does_not_hold_up_the_end(start):
     """Foreign launchers would wait 30 s for it, after each failure."""
-    launch = start("local", "sleep")
+    launch = start("sleep")
     pids = launch.worker_pids()
     os.kill(pids[0], signal.SIGSTOP)
     os.kill(pids[1], signal.SIGKILL)
@@ -124,7 +177,7 @@ def test_a_stopped_rank_does_not_hold_up_the_end(start):
 
 
 def test_a_rank_that_does_not_follow_a_failed_one_is_killed_after_the_grace(start):
-    launch = start("local", "fail=1:1 stubborn", failed_grace_s=0.5)
+    launch = start("fail=1:1 stubborn", failed_grace_s=0.5)
     pids = launch.worker_pids()
     code, errors = launch.end()
     assert code == 4
@@ -133,14 +186,14 @@ def test_a_rank_that_does_not_follow_a_failed_one_is_killed_after_the_grace(star
 
 
 def test_no_orphan_when_the_launcher_is_killed(start):
-    launch = start("local", "sleep")
+    launch = start("sleep")
     pids = launch.worker_pids()
     launch.process.kill()
     assert_gone(pids)
 
 
 def test_the_third_ctrl_c_kills(start):
-    launch = start("local", "stubborn")
+    launch = start("stubborn")
     pids = launch.worker_pids()
     launch.signal_group(signal.SIGINT)
     wait_until(lambda: "Ctrl-C twice more" in launch.process.said(), "the first message")
@@ -154,7 +207,7 @@ def test_the_third_ctrl_c_kills(start):
 
 def test_output_of_other_ranks_goes_to_their_log_without_secrets(start, monkeypatch):
     monkeypatch.setenv("CANARY_TOKEN", "canary-7d1f2c9b")
-    launch = start("local", "done")
+    launch = start("done")
     launch.end()
     log = (launch.run_dir / "logs" / "rank-1.log").read_text()
     assert log == "rank 1 is here, ***\n"
