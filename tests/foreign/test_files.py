@@ -138,7 +138,7 @@ def test_another_run_or_a_value_that_is_not_understood(
          [{"kind": "megatron", "prefix": "/a", "weight": 0.3},
           {"kind": "megatron", "prefix": "/b", "weight": 0.7}]),
         (f"{SHAPE} --eval-iters 0", "evaluation.every_steps", None),
-        (f"{SHAPE} --save-interval 50", "checkpoint.every_steps", None),
+        (f"{SHAPE} --save-interval 50", "checkpoint.every_steps", 50),
         (f"{SHAPE} --tokenizer-type NullTokenizer", "data.tokenizer", None),
         (f"{SHAPE} --recompute-granularity full --recompute-method block "
          "--recompute-num-layers 1", "parallel.recompute", 1),

@@ -190,24 +190,20 @@ def carry(tool: ForeignTool, settings: Settings) -> Found:
             found.defaults[key] = value
         elif _holds(value["when"], found.context):
             found.defaults[key] = value["value"]
-    refused = set()
-    for name, at in settings.items():
-        if not any(same(at.value, one) for one in tool.must_be.get(name, [at.value])):
-            words = ", ".join(in_yaml(word) for word in tool.must_be[name] if word != "")
-            found.problems.append(at.problem(words, OTHER_RUN))
-            refused.add(name)
-    last = [
-        name for name in settings if (row := tool.rows.get(name)) and (row.unless or row.needs)
-    ]
-    for name in [*(name for name in settings if name not in last), *last]:
-        if settings[name].value is not None and name not in tool.rules | refused:
-            _carry_one(tool, name, settings[name], found)
+    # Those that depend on other settings of ours come last.
+    for name in sorted(settings, key=lambda name: tool.depends(name)):
+        _carry_one(tool, name, settings[name], found)
     return found
 
 
 def _carry_one(tool: ForeignTool, name: str, at: ForeignSetting, found: Found) -> None:
     row = tool.rows.get(name)
-    if name in tool.shape or tool.of_other_shape(name):
+    if not any(same(at.value, one) for one in tool.must_be.get(name, [at.value])):
+        words = ", ".join(in_yaml(word) for word in tool.must_be[name] if word != "")
+        found.problems.append(at.problem(words, OTHER_RUN))
+    elif at.value is None or name in tool.rules:
+        return
+    elif name in tool.shape or tool.of_other_shape(name):
         found.shape[name] = at
     elif at.value == AUTO and (row is None or AUTO not in (row.words or {})):
         found.drop(at, "another setting states it, or the plan", changes=False)
@@ -277,7 +273,7 @@ def _put_row(row: ForeignRow, at: ForeignSetting, found: Found) -> None:
             words = ", ".join(in_yaml(word) for word in row.words)
             found.problems.append(at.problem(words or "another value"))
         return
-    elif row.below is not None and isinstance(value, int | float) and value >= row.below:
+    elif row.changes and fitting(to[0], value)[1]:
         found.drop(at, row.changes)
         return
     if row.share and isinstance(value, float) and 0 < value < 1:
@@ -322,9 +318,7 @@ def fitting(key: str, value: Any) -> tuple[Any, str]:
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         value = value if setting.takes("number") else int(value)
     if setting.sections:  # judged with the whole recipe
-        return {True: {}, False: None}.get(value, value) if isinstance(
-            value, bool
-        ) else value, ""
+        return value, ""
     try:
         _adapter(name).validate_python(value)
     except (ValidationError, ValueError, OverflowError):

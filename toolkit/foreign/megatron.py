@@ -44,7 +44,7 @@ def rules(found: Found, settings: Settings, _: JsonFile) -> None:
     _split(found, settings.get("--split"))
     _tokenizer(found, settings)
     _lengths(found, settings)
-    _intervals(found, settings)
+    _validations(found, settings.get("--eval-iters"))
     _layout(found, settings)
 
 
@@ -138,15 +138,6 @@ def _lengths(found: Found, settings: Settings) -> None:
         else:
             steps = count / batch.value
             found.put(key, math.floor(steps) if "train" in name else math.ceil(steps), at)
-    if (at := settings.get("--lr-warmup-iters")) is not None:
-        first = (
-            number(settings["--lr-warmup-init"].value) if "--lr-warmup-init" in settings else 0
-        )
-        peak, steps = found.values.get("optimizer.learning_rate"), at.value
-        # A warm-up that begins at DMT's first rate is one step shorter than one from 0.
-        if peak and first and math.isclose(first * (steps + 1), peak.value, rel_tol=1e-6):
-            steps += 1
-        found.put("schedule.warmup_steps", steps, at)
     if (at := settings.get("--lr-decay-iters")) is not None:
         steps = found.values.get("training.steps")
         if steps is None or not same(steps.value, at.value):
@@ -158,17 +149,9 @@ def _lengths(found: Found, settings: Settings) -> None:
         )
 
 
-def _intervals(found: Found, settings: Settings) -> None:
-    """An interval of the whole run is what a recipe calls null: only at the end."""
-    steps = found.values.get("training.steps")
-    for name, key in {
-        "--eval-interval": "evaluation.every_steps",
-        "--save-interval": "checkpoint.every_steps",
-    }.items():
-        if (at := settings.get(name)) is not None:
-            whole = steps is not None and same(steps.value, at.value)
-            found.put(key, None if whole else at.value, at, also=[at.value] if whole else ())
-    if (at := settings.get("--eval-iters")) is not None and at.value:
+def _validations(found: Found, at: ForeignSetting | None) -> None:
+    """Batches of a validation. Without any there is none."""
+    if at is not None and at.value:
         found.put("evaluation.batches", at.value, at)
     elif at is not None:
         for key in ("evaluation.every_steps", "evaluation.batches"):

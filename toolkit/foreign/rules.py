@@ -2,6 +2,7 @@
 named. One function for each tool. It adds to what `carry` found."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.foreign import datasets, megatron
@@ -37,18 +38,15 @@ def _axolotl(found: Found, settings: Settings, file: JsonFile) -> None:
             )
         else:
             found.put("schedule.min_learning_rate", peak.value * ratio, share)
-    options = settings.get("fsdp_config")
-    switch = settings.get("fsdp") or options
-    if switch is not None and not switch.value:
+    switch, options = settings.get("fsdp"), settings.get("fsdp_config")
+    if switch is None or not switch.value:
         switch = options
-    version = settings.get("fsdp_version")
-    if options is not None and isinstance(options.value, Mapping):
-        first = {"fsdp_version": version.value if version else 1}
-        inside = first | {name: one for name, one in options.value.items() if one is not None}
-        options = ForeignSetting(options.name, inside, options.file, options.line)
-    elif switch is not None and options is None:
-        inside = {"fsdp_version": version.value if version else 1}
-        options = ForeignSetting("fsdp_config", inside, switch.file, switch.line)
+    if switch is not None and (options is None or isinstance(options.value, Mapping)):
+        version = settings.get("fsdp_version")
+        stated = {"fsdp_version": version.value if version else 1}
+        for name, one in (options.value if options else {}).items():
+            stated |= {name: one} if one is not None else {}
+        options = replace(options or switch, name="fsdp_config", value=stated)
     add_engine(found, file, settings.get("deepspeed"), switch, options)
     _optimizer(found)
 

@@ -38,6 +38,7 @@ class ForeignRow:
     """For a value that is not in `words`: `same` carries it, `targets` reads names of layers.
     Otherwise it is refused, unless `changes` or `ignored` is set."""
     changes: str = ""
+    """Why a value that the recipe does not take is left out."""
     ignored: bool = False
     off: tuple[Any, ...] = ()
     """Our values that a setting allows which is off. Another setting decides among them."""
@@ -52,8 +53,6 @@ class ForeignRow:
     """A setting of ours without which this one is not carried."""
     share: str = ""
     """The setting of ours that a number below 1 states."""
-    below: float | None = None
-    """The bound from which a number has another meaning, which is `changes`."""
     more: Mapping[str, Any] = field(default_factory=dict)
     """Settings of ours that it states in addition."""
 
@@ -91,6 +90,11 @@ class ForeignTool:
         """How many of a file's top-level names it has."""
         own = {*self.renamed, *(one.partition(".")[0] for one in self.names)}
         return sum(any(fnmatchcase(name, one) for one in own) for name in names)
+
+    def depends(self, name: str) -> bool:
+        """Whether a setting depends on settings of ours that others state."""
+        row = self.rows.get(name)
+        return row is not None and bool(row.unless or row.needs)
 
     def change(self, name: str) -> str:
         """Why a setting changes what is learned. Empty for one that is not listed."""
