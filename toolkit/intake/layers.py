@@ -21,6 +21,7 @@ from toolkit.recipe.places import (
     exists,
     find_recipe,
     located,
+    recipes_in,
     shipped_recipes,
 )
 from toolkit.recipe.yaml_text import (
@@ -298,15 +299,10 @@ def _similar(path: Path, origin: Problem) -> str:
         return f"write --set {path}"
     if not extends and _HUB_ID.fullmatch(str(path)) and path.suffix not in (".yaml", ".yml"):
         return f"for a model of the hub: dmt init {path} --cluster NODESxGPUSxNAME"
-    try:
-        names = sorted(entry.name for entry in path.parent.iterdir())[:1000]
-    except OSError:
+    if not path.parent.is_dir():
         return f"there is no folder {normpath(path.parent)}"
-    if path.suffix != ".yml":  # a size is no run, its tasks are
-        sizes = [name for name in names if name.endswith(".yml")][:100]
-        composed = {name: composed_names(path.parent / name) for name in sizes}
-        names = [name for name in names if not composed.get(name)]
-        names += [name for of_size in composed.values() for name in of_size]
+    sizes = path.parent.glob("*.yml") if path.suffix == ".yml" else ()
+    names = [file.name for file in (*recipes_in(path.parent), *sizes)]
     if close := closest(path.name, names):
         return f"did you mean `{normpath(path.parent / close)}`?"
     shipped = shipped_recipes()

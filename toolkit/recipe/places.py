@@ -59,15 +59,16 @@ def composed_names(size: Path) -> list[str]:
     return [f"{size.stem}-{task}.yaml" for task in tasks_of(size)]
 
 
+def recipes_in(folder: Path) -> list[Path]:
+    """The recipes of a folder, in order: its files, and those that sizes compose."""
+    composed = (folder / name for size in folder.glob("*.yml") for name in composed_names(size))
+    return sorted({*folder.glob("*.yaml"), *composed})
+
+
 def shipped_recipes() -> dict[str, Path]:
     """The shipped recipes by their names, e.g. `llama-3.1-8b-pretrain`."""
-    composed = (
-        size.with_name(name)
-        for size in RECIPES.glob("*/*.yml")
-        for name in composed_names(size)
-    )
-    found = [*RECIPES.glob("*/*.yaml"), *composed]
-    files = sorted(found, key=lambda file: (file.parent.name, file.stem))
+    folders = sorted(folder for folder in RECIPES.iterdir() if folder.is_dir())
+    files = [file for folder in folders for file in recipes_in(folder)]
     names = [file.stem for file in files]
     return {
         file.stem if names.count(file.stem) == 1 else f"{file.parent.name}/{file.stem}": file

@@ -169,14 +169,14 @@ class SourceSection(Section):
     `training.epochs: 1`)."""
 
     @property
-    def place(self) -> str:
-        """The path or name that the source is read from."""
+    def places(self) -> tuple[str, ...]:
+        """All paths, globs and names that it is read from."""
         raise NotImplementedError
 
     @property
-    def places(self) -> tuple[str, ...]:
-        """All paths, globs and names that it is read from."""
-        return (self.place,)
+    def place(self) -> str:
+        """The first of them."""
+        return self.places[0]
 
     @property
     def title(self) -> str:
@@ -191,11 +191,6 @@ class TextSource(SourceSection):
     files: Annotated[tuple[NonEmpty, ...], Field(min_length=1, strict=False)]
     """Files and globs (`**` allowed), relative to the recipe's file. `{stdlib}` is the standard
     library's folder of the running Python."""
-
-    @property
-    def place(self) -> str:
-        """See `SourceSection.place`: the first file or glob."""
-        return self.files[0]
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -221,9 +216,9 @@ class RowsSource(SourceSection):
     dropped and counted."""
 
     @property
-    def place(self) -> str:
-        """See `SourceSection.place`: the path or hub id."""
-        return self.path
+    def places(self) -> tuple[str, ...]:
+        """See `SourceSection.places`."""
+        return (self.path,)
 
 
 class HfSource(RowsSource):
@@ -278,9 +273,9 @@ class MegatronSource(SourceSection):
     """Path of the pair of files, without `.bin`/`.idx`, relative to the recipe's file."""
 
     @property
-    def place(self) -> str:
-        """See `SourceSection.place`: the prefix."""
-        return self.prefix
+    def places(self) -> tuple[str, ...]:
+        """See `SourceSection.places`."""
+        return (self.prefix,)
 
 
 DocumentSource: TypeAlias = TextSource | HfSource | MegatronSource
