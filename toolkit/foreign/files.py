@@ -28,8 +28,11 @@ SECTIONS = {
 
 
 def read(path: Path, option: str) -> Found:
-    """What the file at `path` states. Raises RecipeError, on `option`, for a file that cannot
-    be read or is of no known kind, and for what is not understood; PlanError for a script."""
+    """What the file at `path` states. `problems` has what is not understood.
+
+    Raises RecipeError, on `option`, for a file that cannot be read or is of no known kind, and
+    PlanError for a program.
+    """
     if path.suffix == ".py":
         raise PlanError(
             f"{option}: {path} is a program, and dmt runs and reads no foreign code",
@@ -41,13 +44,6 @@ def read(path: Path, option: str) -> Found:
         kinds = ", ".join(one.form for one in tools())
         fix = "name a whole file of one of these kinds"
         raise RecipeError([Problem(option, str(error), kinds, fix, str(path))]) from error
-    found = read_as(kind, file)
-    found.stop()
-    return found
-
-
-def read_as(kind: ForeignTool, file: JsonFile) -> Found:
-    """What a file of a known tool states. `problems` has what is not understood."""
     undecided: Sequence[Left] = ()
     if kind is tool("deepspeed"):
         return deepspeed(file)

@@ -196,15 +196,12 @@ class _Files:
             fix = "save the file as UTF-8 text" if b"\0" not in data else "is this a recipe?"
             here = Problem(WHOLE_FILE, "", "", file=name, line=line)
             raise self.stop(here, "bytes that are no UTF-8", "UTF-8 text", fix) from None
-        except OSError as error:
+        except (OSError, ValueError) as error:
             is_folder = isinstance(error, IsADirectoryError)
-            fix = "name a recipe in it" if is_folder else "check its name, its kind and rights"
-            found = f"{name}: {error.strerror}"
-            raise self.stop(origin, found, "a YAML file that you may read", fix) from None
-        except ValueError as error:
-            allowed = f"a YAML file of at most {MAX_BYTES // 1024} KiB"
-            fix = "name a recipe: this file is too large to be one"
-            raise self.stop(origin, f"{name}: {error}", allowed, fix) from None
+            found = f"{name}: {getattr(error, 'strerror', None) or error}"
+            allowed = f"a YAML file of at most {MAX_BYTES // 1024} KiB that you may read"
+            fix = "name a recipe in it" if is_folder else "name a recipe"
+            raise self.stop(origin, found, allowed, fix) from None
 
     def wrong_tasks(
         self, path: Path, stated: Stated, *, is_extended: bool

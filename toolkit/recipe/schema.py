@@ -9,7 +9,7 @@ two settings in `intake/checks.py`, file reading in `intake/load.py`, error text
 import math
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from pydantic import (
     BeforeValidator,
@@ -107,10 +107,8 @@ ColumnName: TypeAlias = Literal[
 ]  # fmt: skip
 ColumnNames: TypeAlias = Annotated[
     dict[ColumnName, NonEmpty],
-    Wording("a map from messages, conversations, tools, system, history, "
-            "chat_template_kwargs, prompt, completion, instruction, input, output, chosen, "
-            "rejected to a column's name"),
-]  # fmt: skip
+    Wording(f"a map from {', '.join(get_args(ColumnName))} to a column's name"),
+]
 ZeroStage: TypeAlias = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_exact_int)]
 
 
