@@ -42,7 +42,7 @@ LAYERS = (
     ("toolkit.plan.hardware",),
     ("toolkit.models",),
     ("toolkit.plan.plan", "toolkit.plan.request", "toolkit.plan.cost.engine",
-     "toolkit.plan.cost.stages", "toolkit.plan.cost.owned", "toolkit.plan.cost.__init__",
+     "toolkit.plan.cost.stages", "toolkit.plan.cost.__init__",
      "toolkit.plan.__init__"),
     ("toolkit.backend",),
     ("toolkit.plan",),

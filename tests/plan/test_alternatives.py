@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.plan.making import MIXTRAL, RECIPES, found, on, recipe, tiny
+from tests.plan.making import RECIPES, on, recipe
 from toolkit.errors import PlanError, RecipeError
 from toolkit.intake.load import load_recipe
 from toolkit.plan.alternatives import Alternative, remedies, what_if
@@ -109,38 +109,12 @@ def _with_memory(cluster: Cluster, memory_gib: float) -> Cluster:
     return replace(cluster, gpu=replace(cluster.gpu, memory_gib=memory_gib))
 
 
-def test_the_shortlist_has_a_safer_layout() -> None:
-    where = parse_cluster("1x8xh100-80gb")
-    path = RECIPES / "qwen/qwen3-30b-a3b-pretrain.yaml"
-    chosen = explore(placed_on(load_recipe(path, [], where), where))
-    assert chosen.best.room == "tight"
-    for most in (1, 2, 5):
-        shown = chosen.shortlist(most)
-        assert shown[0] is chosen.best or most == 1
-        assert [one.room for one in shown].count("fits") == 1
-        assert len(shown) <= max(2, most)
-
-
 def test_what_a_chosen_value_means() -> None:
-    odd = [*reasons(tiny(2, tensor=2, length=63), 0.0)]
-    assert any("63 tokens are not divisible by it" in reason for reason in odd)
     wanted = recipe(cluster__nodes=2, cluster__gpus_per_node=2, parallel__tensor=4)
     assert any("its groups reach across" in reason for reason in plan_recipe(wanted).reasons)
-    experts = recipe(
-        model__config=MIXTRAL, cluster__gpus_per_node=4, parallel__expert=2, parallel__tensor=2
-    )
-    plan = plan_recipe(experts)
-    assert "expert 2: asked for; 2 experts per rank" in plan.reasons
-    assert (plan.layout.ep, plan.layout.tp, plan.layout.dp) == (2, 2, 2)
-    assert plan.layout.sequence_parallel
     deep = search(*on("128x8xh100-80gb", "llama/llama-3.1-405b-pretrain", pipeline=16, tensor=8,
                       virtual_pipeline=1))  # fmt: skip
-    lines = [*reasons(deep, 0.0)]
-    assert "pipeline 16: asked for; 7 + 14 × 8 + 7 layers" in lines
-    idle = f"idles for {15 / deep.best.layout.gradient_accumulation:.0%} of the time"
-    assert any(idle in line for line in lines)
-    away = [*reasons(found("1x8xh100-80gb", SEVENTY[1]), 0.0)]
-    assert any("without it nothing fits with a margin of memory" in one for one in away)
+    assert "pipeline 16: asked for; 7 + 14 × 8 + 7 layers" in [*reasons(deep, 0.0)]
 
 
 # Where nothing fits

@@ -73,7 +73,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [  # besides those of test_mis
     # There is one place for all that FSDP2 moves, and it moves parameters in stage 3.
     (
         {"engine": "fsdp", "zero": {"offload_optimizer": "none", "offload_parameters": "cpu"}},
-        ["zero.offload_parameters"],
+        ["zero.offload_optimizer"],
     ),
     (
         {"engine": "fsdp", "zero": {"stage": 2, "offload_optimizer": "cpu"}},

@@ -22,7 +22,6 @@ from toolkit.plan.cost.memory import (
     peak_memory,
     stage_memory,
 )
-from toolkit.plan.cost.owned import owner_updates
 from toolkit.plan.cost.stages import stage_share
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.search import MARGIN
@@ -89,13 +88,13 @@ def test_bytes_per_parameter_on_four_ranks(
 
 
 def test_muon_has_one_moment() -> None:
-    updates = owner_updates(SHAPE | {"tie_word_embeddings": False}, (), optimizer_of("muon"))
-    train = workload(UNTIED, engine="ddp", precision="fp32", updates=updates)
+    muon = optimizer_of("muon").kind.whole
+    train = workload(UNTIED, engine="ddp", precision="fp32", whole_tensors=muon)
     total, vocabulary = UNTIED.parameters.total, 2 * EMBEDDING
     expected = 16 * vocabulary + 12 * (total - vocabulary)
     assert model_states_gib(train, Layout()) * GIB == expected
     # Received and sent in bf16: what was not needed by activations, which come first.
-    plain = replace(train, updates=None)
+    plain = replace(train, whole_tensors=None)
     tiny = replace(train, sequence_length=1), replace(plain, sequence_length=1)
     with_muon, without = (peak_memory(one, Layout())["buffers"] for one in tiny)
     assert 4 * (total - vocabulary) < with_muon - without <= 8 * (total - vocabulary)

@@ -32,7 +32,6 @@ from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import kernels
 from toolkit.plan.rules.legality import table
 from toolkit.plan.search import TIE, WORTH, kind_of, search
-from toolkit.plan.space import partial_layouts
 
 # Against a plain enumeration
 
@@ -91,7 +90,7 @@ def test_every_micro_batch_that_fits_is_kept_with_the_least_recompute() -> None:
     job, cluster = on("1x8xh100-80gb", "llama/llama-3.1-8b-pretrain")
     chosen = search(job, cluster)
     expected = set()
-    for partial in partial_layouts(job, chosen.fallback):
+    for partial in chosen.partial:
         for size in partial.micro_batches:
             layouts = (partial.split(size, *way) for way in partial.recomputes)
             fit = (one for one in layouts if estimate(partial.workload, one, cluster).fits)

@@ -112,7 +112,7 @@ def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> P
 def _machine_output(planned: Planned, explain: bool) -> dict[str, Any]:
     """What `--json` prints for one recipe on one cluster."""
     found, plan, run = planned.search, planned.plan, planned.run
-    plans = [_entry(one) for one in found.shortlist(_SHOWN)]
+    plans = [_entry(one) for one in found.strategies(_SHOWN, stages=True)]
     plans[0] |= {
         "parameters": plan.parameters,
         "trainable_parameters": plan.trainable_parameters,
@@ -163,7 +163,7 @@ def _lines(planned: Planned, explain: bool) -> Iterator[str | Text]:
         return
     yield from _facts(planned)
     yield ""
-    best, *others = found.shortlist(_SHOWN)
+    best, *others = found.strategies(_SHOWN, stages=True)
     shown = {one.pair.engine for one in (best, *others)}
     others += [one.best for one in other_engines(found, shown)]
     others.sort(key=lambda one: (not one.fits, one.step_s))

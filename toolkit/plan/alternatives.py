@@ -5,6 +5,7 @@ of changes with which something fits where nothing does.
 """
 
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -26,12 +27,10 @@ from toolkit.recipe.schema import AdapterSection
 FACTORS = (1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 """How many times as many nodes are tried."""
 OPEN = (
-    "kernels.loss", "kernels.compile", "kernels.fused", "kernels.experts",
-    "kernels.context", "parallel.recompute", "training.micro_batch_size", "parallel.zero.stage",
-    "parallel.replicate", "parallel.zero.offload_optimizer", "parallel.zero.offload_parameters",
-    "parallel.sequence", "parallel.virtual_pipeline", "parallel.tensor", "parallel.pipeline",
-    "parallel.expert", "parallel.model", "parallel.context", "parallel.engine",
-)  # fmt: skip
+    *(one.key for one in reversed(DIMENSIONS) if one.field != "stages"),
+    "parallel.model",
+    "parallel.engine",
+)
 """Settings that may be left to the planner, the smaller changes first."""
 _WITHIN = {"vpp": "pp", "sequence_parallel": "tp", "exchange": "cp"}
 """Fields of a layout that say something only where another one is above 1."""
@@ -63,7 +62,7 @@ def what_if(found: Search) -> Iterator[Alternative]:
     job, best = found.job, found.best
     yield from other_engines(found, {best.pair.engine})
     for dimension in DIMENSIONS:
-        if dimension.key in OPEN and dimension.of(job) == "auto":
+        if dimension.of(job) == "auto":
             for value in _others(found, dimension):
                 yield from _alternative(job, found.cluster, {dimension.key: value})
     for key, _ in _stated(job):
@@ -102,21 +101,11 @@ def _others(found: Search, dimension: Dimension) -> list[Any]:
     return [*lower[-1:], *ordered[len(lower) :][:1]]
 
 
-def answer(job: PlanRequest, cluster: Cluster) -> Search | None:
-    """The search for a job. None if it is refused, or has no layout."""
-    if legality.problems(job.parallel, job.cluster) or model_rules.problems(job):
-        return None
-    try:
-        return search(job, cluster)
-    except PlanError:
-        return None
-
-
 def _alternative(
     job: PlanRequest, cluster: Cluster, changes: Changes, *, fitting: bool = False
 ) -> Iterator[Alternative]:
-    """The answer with these changes. None if they are refused, or, with `fitting`, if nothing
-    fits with them."""
+    """The answer with these changes. None if they are refused, if there is no layout, or, with
+    `fitting`, if nothing fits with them."""
     stated, changed = dict(changes), job
     if adapter := stated.pop("adapter", None):
         changed = replace(job, adapter=AdapterSection(**adapter), freeze=())
@@ -124,9 +113,13 @@ def _alternative(
     if place:
         sizes = {key.partition(".")[2]: value for key, value in place.items()}
         cluster = replace(cluster, **sizes)
-    found = answer(changed.stating(stated), cluster)
-    if found is not None and (found.fits or not fitting):
-        yield Alternative(changes, found.best)
+    changed = changed.stating(stated)
+    if legality.problems(changed.parallel, changed.cluster) or model_rules.problems(changed):
+        return
+    with suppress(PlanError):
+        found = search(changed, cluster)
+        if found.fits or not fitting:
+            yield Alternative(changes, found.best)
 
 
 def over(found: Search) -> str:

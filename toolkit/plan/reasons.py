@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from toolkit.layout import Layout, Pair, stage_layers
+from toolkit.layout import Pair, stage_layers
 from toolkit.plan.alternatives import over
-from toolkit.plan.dimensions import DIMENSION, DIMENSIONS, division_text, layout_text
+from toolkit.plan.dimensions import DIMENSIONS, division_text, layout_text
 from toolkit.plan.estimate import MARGIN, Estimate
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, kernels
@@ -126,29 +126,13 @@ def _pair(job: PlanRequest, pair: Pair) -> str:
 
 
 def _note(found: Search, field: str) -> str:
-    """What the chosen value means."""
+    """What the layout's text does not say of the chosen value."""
     layout, job = found.best.layout, found.job
-    length = job.training.sequence_length
-    chunks = stage_layers(job.spec.layers, *layout.division)
-    if field == "tp" and length % layout.tp:
-        return f"{length:,} tokens are not divisible by it: no sequence parallel"
     if field == "pp":
-        return f"{division_text(chunks)} layers"
-    if field == "recompute" and isinstance(layout.recompute, int):
-        whole = "each pipeline chunk" if layout.pp > 1 else "the model"
-        return f"of the {max(chunks)} of {whole}"
-    if field == "ep":
-        return f"{job.spec.experts // layout.ep} experts per rank"
-    if field == "micro_batch":
-        tokens = layout.micro_batch * job.training.rows_per_sample * length
-        times = layout.gradient_accumulation
-        often = "once" if times == 1 else f"{times} times"
-        return f"{tokens:,} tokens per forward pass, {often} a step{_idle(layout)}"
+        return f"{division_text(stage_layers(job.spec.layers, *layout.division))} layers"
     if field == "experts" and job.kernels.experts == "auto":
         settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
         return kernels.experts_objection(job, found.best.pair, settled)
-    if field.startswith("offload_") and DIMENSION[field].of(job) == "auto":
-        return "without it nothing fits with a margin of memory"
     return ""
 
 
@@ -162,11 +146,3 @@ def _kernels_not_used(job: PlanRequest, best: Estimate) -> Iterator[str]:
         yield f"compile none: auto; {objection}"
     if best.layout.fused == "none" and job.kernels.fused == "auto" and best.pair.model != "hf":
         yield f"fused none: auto; {kernels.fused_objection(job, best.pair)}"
-
-
-def _idle(layout: Layout) -> str:
-    """The pipeline's bubble (Narayanan et al., arXiv:2104.04473, section 2.2)."""
-    if layout.pp == 1:
-        return ""
-    bubble = (layout.pp - 1) / (layout.vpp * layout.gradient_accumulation)
-    return f"; the pipeline idles for {bubble:.0%} of the time that it computes"

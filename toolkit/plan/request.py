@@ -11,7 +11,6 @@ from toolkit.models import frozen, parameter_groups
 from toolkit.models.adapters import lora
 from toolkit.models.families import MegatronModel, mapped, unsupported
 from toolkit.models.spec import ModelSpec
-from toolkit.plan.cost.owned import OwnerUpdates, owner_updates
 from toolkit.recipe.schema import (
     AdapterSection,
     ClusterSection,
@@ -67,11 +66,6 @@ class PlanRequest:
     def spec(self) -> ModelSpec:
         """The model's shape, with its frozen tensors and adapters."""
         return lora.spec_of(self.config, self.freeze, self.adapter)
-
-    @cached_property
-    def updates(self) -> OwnerUpdates | None:
-        """What an optimizer other than AdamW updates as wholes."""
-        return owner_updates(self.config, self.freeze, self.optimizer)
 
     @cached_property
     def mapped(self) -> MegatronModel:

@@ -8,18 +8,18 @@ looked at only once no other layout is faster than it would be without recompute
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from itertools import chain, count, islice, takewhile, tee
+from itertools import chain, count, takewhile, tee
 
 from toolkit.layout import LossKernel, Recompute, stage_layers
-from toolkit.plan.dimensions import DIMENSION
+from toolkit.plan.dimensions import DIMENSIONS
 from toolkit.plan.estimate import MARGIN, Estimate, estimate, step_s
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules.models import can_recompute_some
-from toolkit.plan.space import Fallback, PartialLayout, fallbacks, no_layout, partial_layouts
+from toolkit.plan.space import PartialLayout, bounds, no_layout, partial_layouts
 
 TIE = 0.03
 """Layouts whose predicted times differ by less count as equally fast. Measured ratios of two
@@ -30,14 +30,6 @@ WORTH = 0.1
 much faster."""
 FAST_LINKS = ("nvlink", "xgmi", "shared")
 """Links that are fast enough for tensor groups, which communicate in every layer."""
-_PARTS = [
-    DIMENSION[field]
-    for field in (
-        "tp", "pp", "vpp", "stages", "cp", "ep", "replicate", "offload_optimizer",
-        "offload_parameters", "recompute", "loss", "exchange",
-    )
-]  # fmt: skip
-"""What complicates a layout, besides its kind."""
 Kind = tuple[bool, bool, int]
 """How simple layouts are: whether states are offloaded, whether the model is megatron-core's,
 and the ZeRO stage. The lowest that will do is chosen."""
@@ -54,7 +46,7 @@ def kind_of(one: Estimate) -> Kind:
 
 def moving_parts(one: Estimate) -> int:
     """How much of it is not plain data parallelism with transformers' model."""
-    used = sum(part.used(one.layout) for part in _PARTS)
+    used = sum(part.used(one.layout) for part in DIMENSIONS if part.field != "micro_batch")
     return used + isinstance(one.layout.recompute, int) + (one.pair.model != "hf")
 
 
@@ -67,11 +59,8 @@ class Search:
 
     job: PlanRequest
     cluster: Cluster
-    fallback: Fallback
-    """The least fallback with which anything fits. The largest one if nothing does."""
     partial: tuple[PartialLayout, ...]
-    """Every partial layout with it. Where none of these that has a margin of memory is chosen,
-    those with more offload, too."""
+    """Every partial layout within the bounds of the search."""
 
     @property
     def ranked(self) -> Iterator[Estimate]:
@@ -123,7 +112,7 @@ class Search:
 
     def strategies(self, most: int, *, stages: bool = False) -> list[Estimate]:
         """At most `most` estimates, best first: the best of each engine and set of degrees.
-        With `stages`, the best of each ZeRO stage as well."""
+        With `stages`, the best of each ZeRO stage as well. The nearest if nothing fits."""
         found: dict[object, Estimate] = {}
         for one in chain((self.best,), self.ranked):
             layout = one.layout
@@ -133,50 +122,24 @@ class Search:
                 break
         return [*found.values()]
 
-    def shortlist(self, most: int) -> list[Estimate]:
-        """The best strategies, at least one of them with a margin of memory if any has one.
-        The nearest layout if nothing fits."""
-        found = self.strategies(most, stages=True)
-        if any(self.with_margin(found)):
-            return found
-        safest = [*islice(self.with_margin(self.ranked), 1)]
-        return [*found[: max(1, most - 1)], *safest] if safest else found
-
 
 def search(job: PlanRequest, cluster: Cluster) -> Search:
-    """Search every layout of `job` on `cluster`. Fallbacks that cost speed only if nothing fits
-    without them, and offload also next to tensor groups over slow links, or if nothing with a
-    margin of memory is chosen without it.
+    """Search every layout of `job` on `cluster`: offload, tensor groups over slow links, and
+    context groups for short rows only where nothing with a margin of memory is chosen without
+    them.
 
     Raises PlanError if no layout suits the model or spreads the batch.
     """
     together = cluster.island if cluster.node_link.kind in FAST_LINKS else 1
-    found, tried = None, fallbacks(job, together)
-    for fallback in tried:
-        found = _search(job, cluster, fallback) or found
-        if found is not None and found.fits:
-            break
-    if found is None:
-        raise no_layout(job, tried)
-    first, on_cpu = found.fallback, cluster.gpu.memory_gib is None
-    if on_cpu or not found.fits:  # a CPU would offload to its own memory
-        return found
-    wide = first.offload == tried[0].offload and first != tried[0]
-    for one in tried[tried.index(first) + 1 :]:
-        if found.best.room == "fits" and not wide:
-            break
-        same = one._replace(largest_tensor=first.largest_tensor)
-        if one.offload == first.offload or one.context != first.context:
-            continue
-        if (other := _search(job, cluster, same)) is not None:
-            found, wide = replace(found, partial=(*found.partial, *other.partial)), False
+    for within in bounds(job, together):
+        partial = tuple(one for one in partial_layouts(job, within) if one.micro_batches)
+        found = Search(job, cluster, partial)
+        # A CPU would offload to its own memory.
+        if found.fits and (cluster.gpu.memory_gib is None or found.best.room == "fits"):
+            return found
+    if not partial:
+        raise no_layout(job, within)
     return found
-
-
-def _search(job: PlanRequest, cluster: Cluster, fallback: Fallback) -> Search | None:
-    """The search with at most this fallback. None if there is no layout."""
-    partial = tuple(one for one in partial_layouts(job, fallback) if one.micro_batches)
-    return Search(job, cluster, fallback, partial) if partial else None
 
 
 def _as_fast(by_time: Iterable[Estimate], within: float) -> list[Estimate]:

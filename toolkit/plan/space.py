@@ -55,30 +55,28 @@ class PartialLayout:
         return Layout(**fields)
 
 
-class Fallback(NamedTuple):
-    """What the search may use besides: offload, wide tensor groups, context parallel."""
+class Bounds(NamedTuple):
+    """How far the search goes with what is open."""
 
-    offload: Offload
+    offloads: tuple[Offload, ...]
     largest_tensor: int
-    """Tensor-parallel degree, if it is open."""
-    context: bool = True
-    """Whether context parallel is tried, if it is open."""
+    context: bool
+    """Whether context parallel is tried."""
 
 
-def fallbacks(job: PlanRequest, island: int) -> list[Fallback]:
-    """Fallbacks that make a model fit, the cheapest first.
+def bounds(job: PlanRequest, island: int) -> list[Bounds]:
+    """Ever wider bounds, until something fits with a margin of memory.
 
-    At first, tensor groups stay within the `island` of accelerators connected by the fast link:
-    layers wait for their collectives, and no source has measured them through a network. Then
-    they may grow, and then states are offloaded. Short rows are spread over context groups
-    only if that is not enough.
+    States are offloaded step by step. Tensor groups leave the `island` of accelerators
+    connected by the fast link only then: layers wait for their collectives, and no source has
+    measured them through a network. Short rows are spread over context groups last.
     """
     placements, widest = _placements(job.parallel), job.spec.heads
-    first = Fallback(placements[0], min(island, widest))
-    found = list(dict.fromkeys([first, *(Fallback(one, widest) for one in placements)]))
-    if job.parallel.context != "auto" or job.training.sequence_length >= context.LONG:
-        return found
-    return [one._replace(context=tried) for tried in (False, True) for one in found]
+    long = job.parallel.context != "auto" or job.training.sequence_length >= context.LONG
+    steps = range(1, len(placements) + 1)
+    found = [Bounds(tuple(placements[:most]), min(island, widest), long) for most in steps]
+    found.append(found[-1]._replace(largest_tensor=widest))
+    return found if long else [*found, found[-1]._replace(context=True)]
 
 
 def _placements(parallel: ParallelSection) -> list[Offload]:
@@ -97,12 +95,12 @@ def _placements(parallel: ParallelSection) -> list[Offload]:
     return list(dict.fromkeys(found))
 
 
-def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLayout]:
-    """Every partial layout that needs no more than `fallback`, in a fixed order."""
+def partial_layouts(job: PlanRequest, within: Bounds) -> Iterator[PartialLayout]:
+    """Every partial layout within these bounds, in a fixed order."""
     batch = job.training.global_batch_size
     for pair in able_pairs(job):
         workload, recomputes = workload_of(job, pair), _recomputes(job, pair)
-        for parallel in _settled(job, pair, fallback):
+        for parallel in _settled(job, pair, within):
             layout = _layout(job, pair, parallel)
             sizes = tuple(_micro_batches(job, layout))
             share = max(1, batch // layout.dp)
@@ -111,20 +109,22 @@ def partial_layouts(job: PlanRequest, fallback: Fallback) -> Iterator[PartialLay
                 yield PartialLayout(pair, workload, whole, sizes, recomputes)
 
 
-def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[ParallelSection]:
+def _settled(job: PlanRequest, pair: Pair, within: Bounds) -> Iterator[ParallelSection]:
     """The recipe's intent with every possible choice of its open settings, less communication
     first. Sequence parallel needs less memory than tensor parallel alone, so `auto` has it
     where it is possible."""
     asked, support, layers = job.parallel, table()[pair], job.spec.layers
     ranks, every = job.cluster.world_size, divisors(job.cluster.world_size)
-    places = zip(("offload_optimizer", "offload_parameters"), fallback.offload, strict=True)
-    zero = asked.zero.model_copy(update=dict(places))
-    stages = legality.zero_stages(asked.model_copy(update={"zero": zero}), pair)
-    widest = min(support.largest("tensor"), fallback.largest_tensor)
+    widest = min(support.largest("tensor"), within.largest_tensor)
     deepest = min(support.largest("pipeline"), layers)
-    for pipeline, tensor in product(
-        _open(asked.pipeline, every, deepest), _open(asked.tensor, every, widest)
+    for offload, pipeline, tensor in product(
+        within.offloads,
+        _open(asked.pipeline, every, deepest),
+        _open(asked.tensor, every, widest),
     ):
+        places = zip(("offload_optimizer", "offload_parameters"), offload, strict=True)
+        zero = asked.zero.model_copy(update=dict(places))
+        stages = legality.zero_stages(asked.model_copy(update={"zero": zero}), pair)
         copies, rest = divmod(ranks, tensor * pipeline)
         if rest:
             continue
@@ -132,10 +132,10 @@ def _settled(job: PlanRequest, pair: Pair, fallback: Fallback) -> Iterator[Paral
         useful = [one for one in stages if one or copies == 1 or 1 not in stages]
         for virtual, cp, expert, stage, replicate in product(
             _chunks(asked, layers, pipeline, support.largest("virtual_pipeline")),
-            _contexts(job, pair, fallback, copies),
+            _contexts(job, pair, within, copies),
             _experts(job, pair, ranks // pipeline),
             useful,
-            _replicas(job, pair, fallback, copies),
+            _replicas(job, pair, offload, copies),
         ):
             update = {
                 "engine": pair.engine,
@@ -179,9 +179,9 @@ def _chunks(asked: ParallelSection, layers: int, pipeline: int, most: int) -> li
     return found if asked.virtual_pipeline != "auto" else [*filter(even, found)]
 
 
-def _contexts(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> list[int]:
+def _contexts(job: PlanRequest, pair: Pair, within: Bounds, ranks: int) -> list[int]:
     """Context-parallel degrees that divide so many ranks."""
-    most = table()[pair].largest("context") if fallback.context else 1
+    most = table()[pair].largest("context") if within.context else 1
     asked = job.parallel.context
     found = _open(asked, divisors(ranks), most)
     if asked == "auto" and context.is_used(job.kernels.context):
@@ -202,13 +202,13 @@ def _experts(job: PlanRequest, pair: Pair, ranks: int) -> list[int]:
     return _open(job.parallel.expert, every, table()[pair].largest("expert"))
 
 
-def _replicas(job: PlanRequest, pair: Pair, fallback: Fallback, ranks: int) -> list[int]:
+def _replicas(job: PlanRequest, pair: Pair, offload: Offload, ranks: int) -> list[int]:
     """Possible numbers of replicas of the shards. A model that fits only with offload has no
     room for replicas."""
     asked = job.parallel.replicate
     if isinstance(asked, int):
         return [asked]
-    if table()[pair].largest("replicate") == 1 or fallback.offload != ("none", "none"):
+    if table()[pair].largest("replicate") == 1 or offload != ("none", "none"):
         return [1]
     return legality.copies_of(ranks)
 
@@ -254,9 +254,9 @@ def _all_divisors(number: int) -> list[int]:
     return small + [number // one for one in reversed(small) if one * one != number]
 
 
-def no_layout(job: PlanRequest, tried: Sequence[Fallback]) -> PlanError:
+def no_layout(job: PlanRequest, within: Bounds) -> PlanError:
     """Why there is no layout: the model's shape, or the batch."""
-    layouts = [one.layout for fallback in tried for one in partial_layouts(job, fallback)]
+    layouts = [one.layout for one in partial_layouts(job, within)]
     if layouts:
         return _uneven_batch(job, min(layouts, key=lambda one: (one.dp, one.vpp)))
     names = ("sequence", "virtual_pipeline", "pipeline", "tensor")

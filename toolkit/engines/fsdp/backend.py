@@ -23,10 +23,6 @@ class FsdpCost(EngineCost):
     sharded_weights_from = 1  # what stages 1 and 2 keep gathered is in `buffers`
     sends_fp32_weights = True
     whole_experts = True
-    # torch's fused AdamW: the norm reads the gradient, writes and reads its square (12),
-    # clipping reads and writes the gradient (8).
-    cpu_update_bytes = 48
-    gathers_norms = True
     selective = "products"
     overlap = "overlap.fsdp"
 

@@ -21,7 +21,6 @@ class MegatronCost(EngineCost):
     sums_whole_gradients = True
     megatron_kernels = True
     overlap = "overlap.megatron"
-    overlaps_on_cpus = False
 
     def logit_bytes(self, width: int, tp: int) -> int:
         """See `in_place_logit_bytes`."""

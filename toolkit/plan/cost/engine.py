@@ -6,9 +6,6 @@ from toolkit.layout import Layout, ModelName
 from toolkit.plan.cost.stages import StageShare
 
 FP32_BYTES = 4
-CPU_UPDATE_BYTES = 32
-"""Bytes that AdamW moves on the host per parameter, norm and scale in one kernel: gradient,
-weight and two moments in fp32 read, the last three written (28), the 16-bit weight (4)."""
 
 
 class EngineCost:
@@ -25,15 +22,11 @@ class EngineCost:
     the others."""
     sends_fp32_weights: ClassVar[bool] = False
     """Only the fp32 weights are transferred for offload."""
-    cpu_update_bytes: ClassVar[int] = CPU_UPDATE_BYTES
-    """Bytes that the optimizer moves on the host per parameter."""
     sums_whole_gradients: ClassVar[bool] = False
     """Gradients of micro batches are added to a whole fp32 sum on the device."""
     gathers_beside_forward: ClassVar[bool] = True
     """With a sharded optimizer, gathering weights overlaps with the next step's forward pass.
     Otherwise it does not overlap."""
-    gathers_norms: ClassVar[bool] = False
-    """The output of a norm under sequence parallel is kept gathered for the backward pass."""
     megatron_kernels: ClassVar[bool] = False
     """Norms are one kernel, and if elementwise operators are fused, attention is Transformer
     Engine's."""
@@ -42,8 +35,6 @@ class EngineCost:
     second matrix product and all cheap operators (torchtitan)."""
     overlap: ClassVar[str] = "overlap.ddp"
     """The constant of `efficiency.py` for the slow-down of computation by traffic."""
-    overlaps_on_cpus: ClassVar[bool] = True
-    """Reducing gradients beside the backward pass is planned to save time on CPUs, too."""
 
     def communicators(self, layout: Layout) -> int:
         """NCCL's communicators of two or more ranks that a rank uses: one of all ranks, and one

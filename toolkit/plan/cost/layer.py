@@ -171,11 +171,9 @@ def _norms(workload: Workload, layout: Layout) -> Iterator[Op]:
     # PyTorch's RMSNorm is a chain, partly in fp32.
     norm, back = (2, 4) if fused or spec.layer_norm else (13, 20)
     # Attention and MLP keep what they read. megatron-core gathers a norm's split output again
-    # in the backward pass; torch's tensor parallel keeps it gathered.
-    gathered = workload.cost.gathers_norms
-    read = tokens_of(workload, layout) * spec.hidden if gathered else stream
+    # in the backward pass.
     kept = spec.norms_per_layer * _norm_bytes(workload) * stream
-    kept += min(spec.norms_per_layer, 2) * width * read
+    kept += min(spec.norms_per_layer, 2) * width * stream
     yield Op("norms", kept, 2 * (norm + 3) * stream, 2 * (back + 3) * stream)
     if workload.dropout:  # a mask of half an element; a separate kernel in the backward pass
         yield Op("norms", 2 * MASK_BYTES * stream, stream, 5 * stream)

@@ -7,6 +7,7 @@ and loss, buffers, and the working memory of a layer (`terms.MEMORY`). The fulle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import prod
 from typing import NamedTuple
 
 from toolkit.layout import (
@@ -27,7 +28,6 @@ from toolkit.plan.cost.layer import (
     stream_of,
     tokens_of,
 )
-from toolkit.plan.cost.owned import replicated
 from toolkit.plan.cost.stages import (
     StageShare,
     layers_of_stages,
@@ -38,6 +38,8 @@ from toolkit.text.units import GIB
 
 NVME_BUFFERS, NVME_SUB_GROUP, NVME_LIVE_PARAMETERS = 4, 1e8, 1e9
 """Values of `ds_configs/zero3_nvme.json`: buffer_count, sub_group_size, max_in_cpu."""
+_MATRIX = (1024, 1024)
+"""A usual weight, of which an optimizer's bytes per element are taken."""
 MESSAGES = 2
 """Activations that a pipeline rank receives and sends while it computes."""
 
@@ -174,14 +176,13 @@ def _activation_symbols(
 ) -> dict[str, float]:
     """The layers of one chunk and what else it keeps of a micro batch."""
     recomputed = layers_stored(workload, layout, share)
-    layers, stream = share.layers / layout.vpp, micro_batch["stream_bytes"]
+    layers = share.layers / layout.vpp
     return {
         "waiting": chunks_waiting(layout, share),
         "recomputed": recomputed / layout.vpp,
         "whole": (share.layers - recomputed) / layout.vpp,
         "again_bytes": is_whole_again(workload, layout) * micro_batch["again_bytes"],
         "mask_bytes": document_masks(workload, layout, layers),
-        "sent_bytes": stream if workload.keeps_sent and layout.vpp > 1 else 0.0,
     }
 
 
@@ -259,19 +260,31 @@ def shards(workload: Workload, layout: Layout) -> tuple[float, float]:
 
 
 def moments_saved(workload: Workload, layout: Layout, share: StageShare) -> float:
-    """Bytes of AdamW's states that another optimizer does not keep."""
-    updates = workload.updates
-    if updates is None:
+    """Bytes of AdamW's states that another optimizer does not keep, which keeps states of whole
+    tensors on one of the ranks that hold them."""
+    whole, updated = workload.whole_tensors, _updated_whole(workload, share)
+    if whole is None:
         return 0.0
-    trained, spread = share.trained, layout.zero_stage >= 1
-    whole, untied = updates.whole, not workload.spec.tied_embeddings
-    if not whole.takes("embed_tokens.weight", 2):
-        head = untied and whole.takes("lm_head.weight", 2)
-        trained = trained._replace(vocabulary=trained.output if head else 0.0)
+    spread = _shard(workload, layout, updated)
+    held = spread if layout.zero_stage else updated.parameters
+    owned = updated.parameters if _replicated(layout) else spread / layout.replicate
     saved = FP32_BYTES * (len(MOMENTS) - len(whole.moments))
-    kept = _shard(workload, layout, trained) if spread else trained.parameters
-    of_stage = share.layers / workload.spec.layers
-    return saved * kept - of_stage * updates.state_bytes(layout)
+    return saved * held - whole.owner_bytes(_MATRIX) / prod(_MATRIX) * owned
+
+
+def _updated_whole(workload: Workload, share: StageShare) -> StageShare:
+    """What an optimizer other than AdamW updates: matrices of layers, with which norms and
+    biases count, and of the vocabulary those that it takes."""
+    whole, trained = workload.whole_tensors, share.trained
+    if whole is None or whole.takes("embed_tokens.weight", 2):
+        return trained
+    head = not workload.spec.tied_embeddings and whole.takes("lm_head.weight", 2)
+    return trained._replace(vocabulary=trained.output if head else 0.0)
+
+
+def _replicated(layout: Layout) -> bool:
+    """Whether every rank that holds a tensor holds all of it."""
+    return layout.zero_stage == 0 and layout.tp == 1
 
 
 def padded_share(workload: Workload, layout: Layout, share: StageShare) -> StageShare:
@@ -347,16 +360,21 @@ def document_masks(workload: Workload, layout: Layout, layers: float) -> float:
 def exchanged(workload: Workload, layout: Layout, share: StageShare) -> float:
     """Bytes that owners of whole tensors send and receive at once, each twice: the rectangles
     that a rank holds and the tensors that it owns, at most all of its stage's."""
-    updates = workload.updates
-    if updates is None:
+    spec, whole, updated = (
+        workload.spec,
+        workload.whole_tensors,
+        _updated_whole(workload, share),
+    )
+    if whole is None:
         return 0.0
-    trained, width = share.trained, updates.whole.sent_bytes
-    if not updates.whole.by_replicas:
-        return 2 * width * min(EXCHANGED_AT_ONCE, 2 * (trained.dense + trained.experts))
-    own = 2 * updates.largest  # embeddings may be larger than one exchange
-    if replicated(layout):
+    width, all_of_them = whole.sent_bytes, 2 * updated.parameters
+    if not whole.by_replicas:
+        return 2 * width * min(EXCHANGED_AT_ONCE, all_of_them)
+    matrix = spec.hidden * max(spec.intermediate, spec.expert_intermediate, spec.hidden)
+    own = 2 * max(matrix, spec.vocab * spec.hidden * (updated.vocabulary > 0))
+    if _replicated(layout):
         return width * own
-    return 2 * width * min(max(EXCHANGED_AT_ONCE, own), own + 2 * trained.parameters)
+    return 2 * width * min(max(EXCHANGED_AT_ONCE, own), own + all_of_them)
 
 
 @lru_cache(maxsize=4096)

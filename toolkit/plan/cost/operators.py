@@ -8,7 +8,6 @@ included.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from math import prod
 
 from toolkit.errors import PlanError
 from toolkit.layout import CostPrecision, Layout
@@ -187,8 +186,8 @@ def _mean_keys(spec: ModelSpec, sequence: int) -> float:
 
 
 def layer_symbols(workload: Workload, layout: Layout, device: Device) -> dict[str, float]:
-    """Seconds of a layer's passes for one micro batch by kind, the FLOPs of their products, and
-    which shares of the forward pass the backward pass repeats. The backward pass reaches only
+    """Seconds of a layer's passes for one micro batch by kind, and which shares of the forward
+    pass the backward pass repeats. The backward pass reaches only
     some layers where the first ones are frozen. In a pipeline, the slowest stage has none of
     these."""
     plain = Layout(
@@ -201,15 +200,8 @@ def layer_symbols(workload: Workload, layout: Layout, device: Device) -> dict[st
         name: one * (reached if name.startswith("backward") else 1.0)
         for name, one in _passes(workload, plain, device).items()
     }
-    flops = passes["forward_flops"] + passes["backward_flops"]
-    matmul_s = passes["forward_matmul_s"] + passes["backward_matmul_s"]
-    return passes | {
-        **{f"again_{kind}": reached * again.get(kind, 0.0) for kind in KINDS},
-        "reached_flops_per_s": flops / matmul_s,
-        "forward_bytes": device.memory * passes["forward_elementwise_s"],
-        "backward_bytes": device.memory * passes["backward_elementwise_s"],
-        "memory_bytes_per_s": device.memory,
-    }
+    repeated = {f"again_{kind}": reached * again.get(kind, 0.0) for kind in KINDS}
+    return passes | repeated | {"memory_bytes_per_s": device.memory}
 
 
 def _repeated(workload: Workload, layout: Layout) -> Mapping[str, float]:
@@ -227,7 +219,7 @@ def _repeated(workload: Workload, layout: Layout) -> Mapping[str, float]:
 
 @lru_cache(maxsize=1 << 15)
 def _passes(workload: Workload, layout: Layout, device: Device) -> dict[str, float]:
-    """Seconds of both passes by kind, and FLOPs. The mean over layers."""
+    """Seconds of both passes by kind. The mean over layers."""
     share = workload.spec.moe_layers / workload.spec.layers
     kinds = [
         (weight, _passes_of(workload, layout, device, experts=experts))
@@ -268,12 +260,10 @@ def _passes_of(
         "forward_attention_s": attention_s,
         "forward_elementwise_s": moved / device.memory,
         "forward_launch_s": gaps_s,
-        "forward_flops": sum(2.0 * prod(one) for one in products),
         "backward_matmul_s": _products_s(back, device),
         "backward_attention_s": attention_back_s,
         "backward_elementwise_s": moved_back / device.memory,
         "backward_launch_s": 2 * gaps_s,
-        "backward_flops": sum(2.0 * prod(one) for one in back),
     }
 
 

@@ -92,7 +92,7 @@ PRESENT = Formulas(
     Term("layer_bytes", "norms_bytes + qkv_bytes + attention_bytes + mlp_bytes + experts_bytes",
          KORTHIKANTI),
     Term("activations", "waiting * (recomputed * layer_bytes + whole * whole_layer_bytes + "
-         "mask_bytes + sent_bytes)", SCHEDULE, "activations"),
+         "mask_bytes)", SCHEDULE, "activations"),
     Term("logits", "2 * stream_bytes + logit_bytes * tokens * vocabulary / loss_chunks + "
          "head_gradient_bytes", "how the loss is computed: counted", "logits and loss"),
     Term("workspace", "again_bytes + layer_gradient_bytes",
@@ -140,14 +140,13 @@ LAYER = Formulas(
 """Seconds of one layer, or the head, for one micro batch."""
 
 STEP = Formulas(
-    Term("matmul", "micro_batches * layers * (forward_flops + backward_flops) / "
-         "reached_flops_per_s", "a product with inner size k reaches k / (k + half_k) of the "
-         "rate", "matmul"),
+    Term("matmul", "micro_batches * layers * (forward_matmul_s + backward_matmul_s)",
+         "a product with inner size k reaches k / (k + half_k) of the rate", "matmul"),
     Term("attention", "micro_batches * layers * (forward_attention_s + backward_attention_s)",
          "FlashAttention-2, arXiv:2307.08691", "attention"),
-    Term("elementwise", "micro_batches * layers * (forward_bytes + backward_bytes) / "
-         "memory_bytes_per_s", "operands read and written by norms, sums, rotary, activation "
-         "function", "elementwise"),
+    Term("elementwise", "micro_batches * layers * (forward_elementwise_s + "
+         "backward_elementwise_s)", "operands read and written by norms, sums, rotary, "
+         "activation function, at the memory's rate", "elementwise"),
     Term("launch", "micro_batches * layers * (forward_launch_s + backward_launch_s)",
          "gaps between kernels", "launch"),
     Term("recompute", "micro_batches * recomputed * again_s", "", "recompute"),

@@ -17,6 +17,9 @@ UPDATE_BYTES = 50
 """Bytes that AdamW moves per parameter: gradient, weight and two moments in fp32 read, the
 last three written (28), the 16-bit weight written (2), the gradient scaled (8), its norm (4),
 its buffer copied and cleared (8)."""
+CPU_UPDATE_BYTES = 32
+"""Bytes that AdamW moves on the host per parameter, norm and scale in one kernel: gradient,
+weight and two moments in fp32 read, the last three written (28), the 16-bit weight (4)."""
 STATE_BYTES = 12
 """fp32 weight and two moments, which NVMe offload reads and writes every step."""
 
@@ -200,7 +203,7 @@ def update_symbols(
     host = cluster.host_link_bytes_per_s * efficiency["link.host"]
     disk = cluster.nvme_bytes_per_s * efficiency["link.nvme"] / on_node
     return {
-        "update_bytes": cost.cpu_update_bytes if away else UPDATE_BYTES,
+        "update_bytes": CPU_UPDATE_BYTES if away else UPDATE_BYTES,
         "updated": shard,
         "update_bytes_per_s": memory if away else device_bytes_per_s,
         "loaded_bytes": loads * (width if stays else FP32_BYTES) * held,

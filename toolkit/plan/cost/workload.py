@@ -15,9 +15,9 @@ from toolkit.layout import (
     padded_vocab,
 )
 from toolkit.models.spec import ModelSpec
+from toolkit.optimizers.base import WholeTensors
 from toolkit.plan.cost.efficiency import DEFAULT, Efficiency
 from toolkit.plan.cost.engine import FP32_BYTES, EngineCost
-from toolkit.plan.cost.owned import OwnerUpdates
 from toolkit.plan.cost.stages import StageShare, stage_share
 from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.request import PlanRequest
@@ -59,9 +59,6 @@ class Workload:
     """Products of all experts at once."""
     reduce_bytes: float | None = None
     """Bytes per gradient element on the wire. None: 4, every engine's own choice."""
-    keeps_sent: bool = False
-    """The interleaved schedule keeps sent outputs until the backward pass, which does not need
-    their values: gloo would send what takes their place."""
     reduce_overlap: bool = True
     """Gradients are reduced, and sharded parameters gathered, while others are computed."""
     dropout: bool = False
@@ -71,9 +68,8 @@ class Workload:
     which also computes the masked scores."""
     cudnn: bool = False
     """Attention uses cuDNN's kernel, as in Transformer Engine."""
-    updates: OwnerUpdates | None = None
-    """What an optimizer other than AdamW updates."""
-
+    whole_tensors: WholeTensors | None = None
+    """How an optimizer other than AdamW updates matrices."""
     fused_loss: bool = False
     """Softmax and cross entropy in one kernel that works in the logits' own precision
     (flash-attn's), instead of on fp32 copies."""
@@ -177,12 +173,7 @@ def _in_layout(
 
 def workload_of(job: PlanRequest, pair: Pair) -> Workload:
     """What a recipe trains on an engine and a model implementation: its operators are single
-    ones, where no layout compiles them.
-
-    On CPUs, whose cores also communicate, the gain of less overlapping communication was not
-    measured.
-    """
-    on_cpus, backend = job.cluster.gpu == "cpu", BACKENDS[pair.engine]
+    ones, where no layout compiles them."""
     kernel, spec = attention.kernel(job), job.spec
     if spec.every_expert and pair.model == "hf":
         spec = replace(spec, experts_per_token=spec.experts)
@@ -196,9 +187,7 @@ def workload_of(job: PlanRequest, pair: Pair) -> Workload:
         fused_elementwise=False,
         # Without a mask a row counts as one document: how long documents are is not known.
         document_mask=job.isolates and kernel != "varlen",
-        updates=job.updates,
-        reduce_overlap=not on_cpus or backend.cost.overlaps_on_cpus,
-        keeps_sent=on_cpus,
+        whole_tensors=job.optimizer.kind.whole,
         attention="eager" if attention.whole_scores(job) else "fused",
         cudnn=kernel == "cudnn",
     )

@@ -45,21 +45,14 @@ def choice(job: PlanRequest) -> tuple[AttentionKernel, str]:
     wanted: AttentionKernel = "varlen" if job.isolates else "cudnn"
     if attention(job.config) == "eager":
         return "eager", f"auto; not {wanted}: {next(_objections(job, wanted))}"
-    if why := next(_objections(job, wanted), "") or _does_not_pay(job, wanted):
+    if why := next(_objections(job, wanted), ""):
         return "sdpa", f"auto; not {wanted}: {why}"
     if job.isolates:
         return wanted, "auto, as documents are isolated: it needs no mask"
+    if (gpu := accelerator(job.cluster.gpu)).generation != "hopper":
+        slower = f"it is known to be the fastest on Hopper only, and this is {gpu.name}"
+        return "sdpa", f"auto; not {wanted}: {slower}"
     return wanted, "auto, the fastest on Hopper"
-
-
-def _does_not_pay(job: PlanRequest, kernel: AttentionKernel) -> str:
-    """Why `auto` does not choose a kernel that would run. Empty where it does."""
-    gpu = accelerator(job.cluster.gpu)
-    if kernel == "cudnn" and gpu.generation != "hopper":
-        return f"it is known to be the fastest on Hopper only, and this is {gpu.name}"
-    if gpu.generation == "cpu" and job.kernels.compile == "layers":
-        return "its loop is not compiled"
-    return ""
 
 
 def whole_scores(job: PlanRequest) -> bool:
@@ -69,20 +62,13 @@ def whole_scores(job: PlanRequest) -> bool:
 
 def problems(job: PlanRequest) -> Iterator[Problem]:
     """Why the kernel that the recipe states would never run."""
-    asked, gpu = job.kernels.attention, job.cluster.gpu
+    asked = job.kernels.attention
     if (
         is_above_one(job.parallel.context)
         or asked in ("auto", "eager")
         or (asked == "sdpa" and attention(job.config) == "sdpa")
     ):
         return
-    if asked == "varlen" and gpu == "cpu" and job.kernels.compile == "layers":
-        yield Problem(
-            "kernels.attention",
-            "varlen with kernels.compile layers and cluster.gpu cpu",
-            "one of them: on CPUs documents are attended to one after the other",
-            "set kernels.compile to none",
-        )
     if why := next(_objections(job, asked), ""):
         yield Problem(
             "kernels.attention",
@@ -152,6 +138,8 @@ def _lengths_objections(job: PlanRequest, model: ModelName = "hf") -> Iterator[s
         yield f"no test computes {config['model_type']} without a mask"
     if job.spec.chunked and job.spec.sliding_layers and model == "hf":
         yield f"{config['model_type']}'s attention in chunks needs a mask"
+    if on_cpu and job.kernels.compile == "layers" and not spread:
+        yield "on CPUs its loop over documents is not compiled (kernels.compile)"
     dropped = any(value for key, value in config.items() if is_attention_dropout(key))
     if dropped and not spread:
         yield "it has no dropout"

@@ -17,6 +17,8 @@ LONG = 16_384
 """Tokens of a row from which `parallel.context: auto` may be above 1 without need: of shorter
 ones attention is a small part, and data parallel sends less."""
 
+FP8_BLOCK = 16
+"""Tokens that GPUs multiply at once in 8 bits."""
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
@@ -69,7 +71,10 @@ def unit(context: int, tensor: int = 1) -> int:
 
 def _length(job: PlanRequest, _: Pair) -> str:
     sequence = job.parallel.sequence is True
-    step = unit(degree(job.parallel.context), degree(job.parallel.tensor) if sequence else 1)
+    context = degree(job.parallel.context)
+    step = unit(context, degree(job.parallel.tensor) if sequence else 1)
+    if job.kernels.fp8 is not None:
+        step = lcm(step, FP8_BLOCK * context)
     if job.training.sequence_length % step == 0:
         return ""
     return f"lengths that {step} divides: each rank computes two equal runs"

@@ -14,6 +14,7 @@ from toolkit.plan.hardware.catalogue import Gpu, accelerator
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import legality
 from toolkit.plan.rules.attention import GENERATIONS
+from toolkit.plan.rules.context import FP8_BLOCK
 from toolkit.plan.rules.legality import Rule, degree
 from toolkit.recipe.schema import ParallelSection, Recipe
 
@@ -38,8 +39,6 @@ def compile_objection(job: PlanRequest, pair: Pair, stage: Stage) -> str:
         return why
     if job.kernels.fused == "liger":
         return "Liger's kernels are in their place"
-    if device.generation == "cpu":
-        return "no published run shows that it pays on CPUs"
     if device.generation not in GENERATIONS:
         return f"no published run shows that it pays on {device.name}"
     if job.spec.generic:
@@ -137,8 +136,6 @@ def _not_by_megatron(job: PlanRequest, pair: Pair) -> str:
 
 # Products in 8 bits, by torchao in transformers' dense models (`models/fp8.py`).
 
-_BLOCK = 16
-"""Tokens that GPUs multiply at once in 8 bits."""
 _NO_FP8 = "or set kernels.fp8 to null"
 
 
@@ -149,9 +146,9 @@ def fp8_settings(recipe: Recipe) -> Iterator[Problem]:
     with suppress(PlanError):  # reported by the rule about `cluster.gpu`
         yield from _fp8_device(recipe.training.precision, accelerator(recipe.cluster.gpu))
     key, length = "training.sequence_length", recipe.training.sequence_length
-    if length % _BLOCK:
-        allowed = f"a multiple of {_BLOCK} with fp8, which GPUs multiply in blocks"
-        fix = f"set {key} to {-(-length // _BLOCK) * _BLOCK}, {_NO_FP8}"
+    if length % FP8_BLOCK:
+        allowed = f"a multiple of {FP8_BLOCK} with fp8, which GPUs multiply in blocks"
+        fix = f"set {key} to {-(-length // FP8_BLOCK) * FP8_BLOCK}, {_NO_FP8}"
         yield Problem(key, f"{length} with fp8", allowed, fix)
     if recipe.adapter is not None:
         found, fix = f"{recipe.kernels.fp8} with an adapter", f"remove adapter, {_NO_FP8}"
@@ -180,12 +177,6 @@ def _not_in_8_bits(job: PlanRequest, pair: Pair) -> str:
         return "megatron-core's models compute it by Transformer Engine"
     experts = "experts' weights are stacked, and torchao's products take single ones"
     return experts if job.spec.moe_layers else ""
-
-
-def _uneven_blocks(job: PlanRequest, _: Pair) -> bool:
-    """Lengths that no block divides are refused by `fp8_settings`."""
-    length, ranks = job.training.sequence_length, degree(job.parallel.context)
-    return job.kernels.fp8 is not None and not length % _BLOCK and length % (_BLOCK * ranks) > 0
 
 
 # How the experts of a rank are computed: in turn, or as grouped products. A grouped product
@@ -313,12 +304,6 @@ RULES = (
         lambda j, p: j.kernels.fp8 is not None and _other_stage(j, p),
         "another with kernels.fp8 for {p}",
         f"set parallel.zero.stage to auto, {_NO_FP8}",
-    ),
-    Rule(
-        "parallel.context",
-        _uneven_blocks,
-        f"with fp8, a degree whose ranks compute a multiple of {_BLOCK} tokens",
-        f"set parallel.context to a smaller degree, {_NO_FP8}",
     ),
     Rule("kernels.fused", _not_fused, "auto or none: {why}", found=_HERE),
     Rule(

@@ -298,12 +298,10 @@ def _unsupported(parallel: ParallelSection, support: Support) -> list[tuple[str,
         if place not in ("auto", *able):
             found.append((f"zero.offload_{name}", ", ".join(sorted(able))))
     if support.offload_together and not found:
-        together = "where optimizer and parameters move together in stage 3,"
-        if optimizer == "cpu" and zero.stage not in (3, "auto"):
-            found.append(("zero.offload_optimizer", f"none {together}"))
-        elif "auto" not in (optimizer, parameters) and optimizer != parameters:
-            alone = "parameters" if optimizer == "none" else "optimizer"
-            found.append((f"zero.offload_{alone}", f"both or none {together}"))
+        differ = "auto" not in (optimizer, parameters) and optimizer != parameters
+        if differ or (optimizer == "cpu" and zero.stage not in (3, "auto")):
+            both = "as zero.offload_parameters: both move, in stage 3, or none"
+            found.append(("zero.offload_optimizer", both))
     recompute = parallel.recompute
     if isinstance(recompute, str) and recompute not in ("auto", *support.recompute):
         found.append(

@@ -138,24 +138,15 @@ def _stages(job: PlanRequest, _: Pair) -> str:
     return "" if total == layers else f"numbers that add up to {layers} layers, not {total}"
 
 
-def _whole_groups(job: PlanRequest, _: Pair) -> bool:
-    """schedules.py interleaves micro batches in groups of one per stage. An uneven batch is
-    reported where batches are."""
-    stages, batch = degree(job.parallel.pipeline), job.training.batch_unit
-    dp = legality.data_parallel(job.parallel, job.cluster)
-    if dp is None or not _is_interleaved(job):
-        return False
-    groups, rest = divmod(batch, dp * degree(job.training.micro_batch_size))
-    return rest == 0 and groups % stages > 0
-
-
-def _is_interleaved(job: PlanRequest) -> bool:
-    stages, chunks = job.parallel.pipeline, job.parallel.virtual_pipeline
-    return "auto" not in (stages, chunks) and chunks != 1 and degree(stages) <= job.spec.layers
-
-
-def _are_off_device(job: PlanRequest, place: str) -> bool:
-    return job.optimizer.kind.whole is not None and place not in ("none", "auto")
+def _on_device(states: str) -> Rule:
+    return Rule(
+        f"parallel.zero.{states}",
+        lambda j, _: (
+            j.optimizer.kind.whole is not None
+            and getattr(j.parallel.zero, states) not in ("none", "auto")
+        ),
+        "none with {j.optimizer.name}, whose owners update whole tensors on the device",
+    )
 
 
 def _ranks(job: PlanRequest) -> int:
@@ -179,19 +170,7 @@ OF_ANY_PAIR = (
     ),
 )
 """What no pair can do."""
-_ON_DEVICE = "none with {j.optimizer.name}, whose owners update whole tensors on the device"
-OWNERS = (
-    Rule(
-        "parallel.zero.offload_optimizer",
-        lambda j, _: _are_off_device(j, j.parallel.zero.offload_optimizer),
-        _ON_DEVICE,
-    ),
-    Rule(
-        "parallel.zero.offload_parameters",
-        lambda j, _: _are_off_device(j, j.parallel.zero.offload_parameters),
-        _ON_DEVICE,
-    ),
-)
+OWNERS = (_on_device("offload_optimizer"), _on_device("offload_parameters"))
 NO_STAGES = (
     Rule(
         "parallel.stages",
@@ -257,16 +236,11 @@ SPLITS = (
     Rule(
         "parallel.virtual_pipeline",
         lambda j, _: (
-            _is_interleaved(j)
-            and degree(j.parallel.pipeline) * degree(j.parallel.virtual_pipeline)
-            > j.spec.layers
+            degree(j.parallel.pipeline)
+            <= j.spec.layers
+            < degree(j.parallel.pipeline) * degree(j.parallel.virtual_pipeline)
         ),
         "at most a chunk for each of {j.spec.layers} layers on {j.parallel.pipeline} stages",
-    ),
-    Rule(
-        "parallel.virtual_pipeline",
-        _whole_groups,
-        "1, or micro batches in groups of {j.parallel.pipeline}, as the schedule takes them",
     ),
 )
 """How megatron-core splits this model."""
