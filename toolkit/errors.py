@@ -63,13 +63,11 @@ class DmtError(Exception):
 
     exit_code: ClassVar[int] = EXIT_USER_ERROR
     """Subclasses state another code. By default the error is the user's mistake."""
-    retry: bool = True
-    """Whether another start may help. If False, `--max-restarts` does not start again."""
 
-    def __init__(self, message: str, *, fix: str = "") -> None:
+    def __init__(self, message: str, *, fix: str = "", retry: bool = True) -> None:
+        """`retry`: whether another start may help. If not, `--max-restarts` makes none."""
         super().__init__(message)
-        self.message = message
-        self.fix = fix
+        self.message, self.fix, self.retry = message, fix, retry
 
     def __str__(self) -> str:
         return f"{self.message}\n  fix: {self.fix}" if self.fix else self.message
@@ -110,10 +108,6 @@ class RunFailed(DmtError):
     """Training started and failed."""
 
     exit_code = EXIT_FAILED
-
-    def __init__(self, message: str, *, fix: str = "", retry: bool = True) -> None:
-        super().__init__(message, fix=fix)
-        self.retry = retry
 
 
 class Stopped(DmtError):

@@ -20,7 +20,7 @@ from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.hardware.cluster_file import find_cluster
 from toolkit.plan.plan import Plan
 from toolkit.recipe.schema import Recipe
-from toolkit.run.announce import show_plan, show_run_directory
+from toolkit.run.announce import short, show_plan
 from toolkit.run.assignment import Assignment, check_local_files, decide, write
 from toolkit.run.directory import RunDirectory, refuse_other_run, request_changes
 from toolkit.run.events import EventLog
@@ -115,7 +115,7 @@ def _prepare(assignment: Assignment, origin: Origin) -> None:
     """Write the run directory for ranks that are about to start."""
     assignment.prepare(tell)
     run = write(assignment, origin.command)
-    show_run_directory(run)
+    tell(f"run directory {short(run.path)}")
     EventLog(run.events).write("launch", time=origin.started)
     section = assignment.recipe
     ranks = f"{section.cluster.world_size} ranks ({section.launch.launcher})"

@@ -123,7 +123,7 @@ def failure_reason(events: Sequence[Mapping[str, Any]], outcome: str) -> str:
     worlds = [int(event.get("world", 0)) for event in events if event.get("kind") == "start"]
     hangs = [event for event in events if event.get("kind") == "hang"]
     if hangs:
-        ranks = hang_of(hangs, range(max(worlds, default=0))).ranks
+        ranks, _ = hang_of(hangs, range(max(worlds, default=0)))
         who = f"rank {', '.join(map(str, ranks))} hung" if ranks else "all ranks waited"
         return f"{who} in step {max(int(event.get('step') or 0) for event in hangs) + 1}"
     if cause := cause_in(events):

@@ -40,10 +40,6 @@ def show_plan(recipe: Recipe, plan: Plan) -> None:
         tell(line)
 
 
-def show_run_directory(run: RunDirectory) -> None:
-    tell(f"run directory {short(run.path)}")
-
-
 def show_results(run: RunDirectory, events: EventLog, *, done: bool) -> None:
     """What this start measured next to the plan's prediction. For a run that is `done`, where
     everything is."""

@@ -29,7 +29,7 @@ from toolkit.plan.plan import Plan
 from toolkit.plan.planner import placed_on, plan_recipe
 from toolkit.recipe.places import is_remote
 from toolkit.recipe.schema import Recipe, RowsSource, Source
-from toolkit.run.announce import show_plan, show_run_directory
+from toolkit.run.announce import short, show_plan
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.comparison import Prediction
 from toolkit.run.directory import RunDirectory
@@ -246,7 +246,7 @@ def assign(
     if recipe_path.absolute() != run.handed_over and not elastic_restarts():
         show_plan(assignment.recipe, assignment.plan)
     preflight(assignment.recipe, "worker")
-    show_run_directory(write(assignment, command))
+    tell(f"run directory {short(write(assignment, command).path)}")
     return assignment
 
 

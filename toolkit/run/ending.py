@@ -2,7 +2,6 @@
 
 import signal
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -20,18 +19,13 @@ def cause_in(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     return next((event for event in told if event["error"] != PEER_LOST), None)
 
 
-@dataclass(frozen=True)
-class Hang:
-    """Which ranks hang, as far as the ranks' `hang` events show."""
+def hang_of(hangs: Sequence[Mapping[str, Any]], ranks: Iterable[int]) -> tuple[list[int], str]:
+    """Which of `ranks` hang, as far as the ranks' `hang` events show, and the message.
 
-    ranks: Sequence[int]
-    """The silent ranks. If none is silent, those behind the others. Empty if all wait in the
-    same step, where their lines distinguish them."""
-    message: str
-
-
-def hang_of(hangs: Sequence[Mapping[str, Any]], ranks: Iterable[int]) -> Hang:
-    """Which of `ranks` hang, and the message. A stopped or frozen rank writes no event."""
+    Those are the silent ranks: a stopped or frozen rank writes no event. If none is silent,
+    those behind the others. None if all wait in the same step, where their lines distinguish
+    them.
+    """
     by_rank = {int(event.get("rank") or 0): event for event in hangs}
     marks = {rank: int(event.get("marks") or 0) for rank, event in by_rank.items()}
     silent = [rank for rank in ranks if rank not in by_rank]
@@ -51,7 +45,7 @@ def hang_of(hangs: Sequence[Mapping[str, Any]], ranks: Iterable[int]) -> Hang:
     where = [f"rank {_numbers(found)} at {place}" for place, found in places.items()]
     step = max((int(event.get("step") or 0) for event in hangs), default=0)
     message += f" ({step} steps done); {', '.join(where[:_MOST_NAMED])}"
-    return Hang(silent or behind, message)
+    return silent or behind, message
 
 
 def _numbers(ranks: Sequence[int]) -> str:

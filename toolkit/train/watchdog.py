@@ -268,7 +268,8 @@ class Marks:
         stacks = f"\n  the ranks' stacks are in {run.logs}/rank-*.log"
         if list(run.logs.glob("nccl_trace_rank_*")):
             stacks += f", their collectives: torchfrtrace {run.logs}"
-        return f"; {hang_of(hangs, near).message}{stacks}"
+        _, message = hang_of(hangs, near)
+        return f"; {message}{stacks}"
 
     def _end_within(self, seconds: float) -> None:
         """Exit at that time in any case."""
