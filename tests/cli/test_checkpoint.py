@@ -133,9 +133,8 @@ def test_a_mistake_is_one_message(run: Path, tmp_path: Path, capsys: Captured) -
     (tmp_path / "empty").mkdir()
     for arguments, words in (
         (["verify", tmp_path / "nowhere"], "does not exist"),
-        (["verify", tmp_path / "empty"], "neither a checkpoint nor a run directory"),
-        (["list", tmp_path / "empty"], "neither a checkpoint nor a run directory"),
-        (["verify", folder / "step-00000012.tmp"], "what an interrupted save left"),
+        (["verify", tmp_path / "empty"], "neither a run directory nor a checkpoint"),
+        (["list", tmp_path / "empty"], "neither a run directory nor a checkpoint"),
         (["verify", folder / "step-00000013"], "states no format"),
     ):
         code, out, err = dmt(capsys, *arguments)

@@ -170,7 +170,7 @@ def test_files_of_save_to_disk(tmp_path: Path) -> None:
     for folder, glob in (("one", "one/data-*.arrow"), ("two", "two/train/data-*.arrow")):
         with pytest.raises(DataError, match="is a folder") as raised:
             open_hf(folder)
-        assert raised.value.fix.endswith(f"e.g. `{glob}`")
+        assert "`data-*.arrow`" in raised.value.fix
         assert list(open_hf(glob)) == TEXTS
     (tmp_path / "one" / "data-00000-of-00001.arrow").touch()
     with pytest.raises(DataError, match=r"data-00000-of-00001\.arrow is none of the files of"):

@@ -33,11 +33,6 @@ def locate(path: Path) -> CheckpointFolder:
     `path` is a checkpoint, a run directory or the folder of its checkpoints.
     Raises CheckpointError when there is none, or when it was never finished.
     """
-    if path.name.endswith(".tmp"):
-        raise CheckpointError(
-            f"{path} is what an interrupted save left, no checkpoint",
-            fix=f"`dmt checkpoint list {path.parent}` shows the finished ones",
-        )
     if (path / MANIFEST).exists():
         return CheckpointFolder(path, Manifest.read(path), None)
     store = store_of(path)
@@ -59,12 +54,9 @@ def store_of(path: Path) -> CheckpointStore:
     store = CheckpointStore(folder, keep=1)
     if folder != path or store.expects_one():
         return store
-    if not path.is_dir():
-        problem = "is not a folder" if path.exists() else "does not exist"
-    elif STEP.fullmatch(path.name):
-        problem = f"has no {MANIFEST}: it was never finished, or an older release wrote it"
-    else:
-        problem = "is neither a checkpoint nor a run directory"
+    problem = f"is neither a run directory nor a checkpoint with its {MANIFEST}"
+    if not path.exists():
+        problem = "does not exist"
     raise CheckpointError(f"{path} {problem}", fix=_EXPECTED)
 
 

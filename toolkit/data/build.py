@@ -10,7 +10,7 @@ import numpy as np
 
 from toolkit.data.blend import BlendOrder, JoinedSamples, Stage, exact
 from toolkit.data.chat.report import ChatReport
-from toolkit.data.chat.stored import StoredChats, prepare_chats
+from toolkit.data.chat.stored import prepare_chats
 from toolkit.data.files import cache_folder, fingerprint_of
 from toolkit.data.indexed import write_indexed
 from toolkit.data.interleave import Interleaving
@@ -188,38 +188,35 @@ class _Builder:
     seed: int
     track: Track
 
-    @property
-    def cache(self) -> Path:
-        return cache_folder()
-
     def build(self, source: Source, fraction: float) -> SourceData:
         """Samples of one source. `fraction` of its documents are held out."""
         stored = self._tokens(source)
-        if isinstance(stored, StoredChats):
-            identity: tuple[object, ...] = (stored.fingerprint, self.data.packing)
-            report: ChatReport | None = stored.report
-        else:
-            fits = self.data.packing == "best_fit"
-            identity, report = (stored.fingerprint, *["best fit"] * fits), None
+        identity: tuple[object, ...] = (stored.fingerprint,)
+        if stored.row_numbers is not None:
+            identity += (self.data.packing,)
+        elif self.data.packing == "best_fit":
+            identity += ("best fit",)
 
         def samples(stream: TokenStream, part: str) -> StreamSamples:
             key = fingerprint_of([*identity, part, self.sequence_length])
-            return self._samples(source, stream, self.cache / "tokens" / key)
+            return self._samples(source, stream, cache_folder() / "tokens" / key)
 
         if fraction == 0:
             whole = samples(TokenStream.whole(stored), "all")
-            return SourceData(source.title, whole, None, identity, report)
-        if isinstance(stored, StoredChats):
-            held_out = held_out_conversations(stored.row_numbers, fraction, self.seed)
-        else:
-            held_out = held_out_documents(stored.indexed.n_documents, fraction, self.seed)
+            return SourceData(source.title, whole, None, identity, stored.report)
         split = f"of {fraction} by {self.seed}"
+        if stored.row_numbers is None:
+            held_out = held_out_documents(stored.indexed.n_documents, fraction, self.seed)
+            chosen: tuple[object, ...] = (fraction, self.seed)
+        else:
+            held_out = held_out_conversations(stored.row_numbers, fraction, self.seed)
+            chosen = (split,)
         return SourceData(
             source.title,
             samples(TokenStream.without(stored, held_out), f"train {split}"),
             samples(TokenStream.only(stored, held_out), f"validation {split}"),
-            (*identity, split) if report else (*identity, fraction, self.seed),
-            report,
+            (*identity, *chosen),
+            stored.report,
         )
 
     def _tokens(self, source: Source) -> TokenizedData:
@@ -229,13 +226,13 @@ class _Builder:
                 self.data,
                 self.tokenizer,
                 sequence_length=self.sequence_length,
-                cache=self.cache,
+                cache=cache_folder(),
                 track=self.track,
             )
         return prepare(
             source,
             self.tokenizer,
-            cache=self.cache,
+            cache=cache_folder(),
             parse_special=self.data.special_tokens == "parse",
             track=self.track,
         )

@@ -134,17 +134,13 @@ def _map(path: Path, dtype: type[Any]) -> npt.NDArray[Any]:
 
 def _read_header(path: Path, index: npt.NDArray[np.uint8]) -> tuple[type[Any], int, int]:
     """Token type, number of sequences and number of document marks."""
-    fields = bytes(index[: _HEADER.size])
-    if len(fields) < _HEADER.size or not fields.startswith(_MAGIC):
+    fields = bytes(index[: _HEADER.size]).ljust(_HEADER.size, b"\0")
+    magic, version, code, n_sequences, n_marks = _HEADER.unpack(fields)
+    if (magic, version) != (_MAGIC, _VERSION) or code not in _DTYPES:
         raise DataError(
-            f"{path} is not an index of Megatron's indexed format (no MMIDIDX header)",
-            fix=_REBUILD,
-        )
-    _, version, code, n_sequences, n_marks = _HEADER.unpack(fields)
-    if version != _VERSION or code not in _DTYPES:
-        raise DataError(
-            f"{path}: found version {version} and token type {code}; DMT reads version "
-            f"{_VERSION} and integer types {sorted(_DTYPES)}",
+            f"{path} is not an index of Megatron's indexed format: it begins with "
+            f"{magic!r}, version {version}, token type {code}, not {_MAGIC!r}, version "
+            f"{_VERSION}, and one of the integer types {sorted(_DTYPES)}",
             fix=_REBUILD,
         )
     return _DTYPES[code], n_sequences, n_marks

@@ -49,11 +49,6 @@ def _matching(pattern: str) -> Sequence[DataFile]:
         raise DataError(f"no file matches `{shown(pattern)}`", fix=fix)
     if files := [path for path in matching_paths(pattern) if path.is_file()]:
         return files
-    if Path(_expand(pattern)).is_dir():
-        inside = f"{pattern.rstrip('/')}/**/*.txt"
-        raise DataError(
-            f"`{pattern}` is a folder", fix=f"write a glob of its files, e.g. `{inside}`"
-        )
     raise DataError(f"no file matches `{_expand(pattern)}`", fix=fix)
 
 

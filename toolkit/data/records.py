@@ -120,11 +120,10 @@ def data_files(source: RowsSource) -> list[DataFile] | None:
             fix="remove `revision`; it chooses a version of a hub dataset",
         )
     if path.is_dir():
-        saved = [split for split in ("", "train/") if (path / split / _STATE).is_file()]
-        glob = f"{saved[0]}data-*.arrow" if saved else "train*.parquet"
         raise DataError(
             f"`{name}` is a folder",
-            fix=f"name the files of a split by a glob, e.g. `{name}/{glob}`",
+            fix=f"name the files of a split by a glob, e.g. `{name}/train*.parquet`, or "
+            "`data-*.arrow` of `save_to_disk`",
         )
     files = find_files([source.path])
     for file in files:

@@ -32,6 +32,7 @@ from toolkit.data.indexed import (
 from toolkit.data.listing import content_fingerprint
 from toolkit.data.progress import Track, untracked
 from toolkit.data.remote import copied, list_files, shown
+from toolkit.data.rows import Int64Array
 from toolkit.data.sources import open_source
 from toolkit.data.tokenizers import (
     encoder,
@@ -46,6 +47,8 @@ from toolkit.recipe.schema import DocumentSource, MegatronSource
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+    from toolkit.data.chat.report import ChatReport
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,11 @@ class TokenizedData:
     """Path of the pair of files, for messages."""
     is_marked: bool = False
     """Whether a token that is not trained is stored as the complement of its id."""
+    row_numbers: Int64Array | None = None
+    """Row of the data set that each conversation comes from, ascending [documents]. None where
+    documents are texts."""
+    report: "ChatReport | None" = None
+    """What became of the rows of conversations."""
 
 
 def prepare(

@@ -289,7 +289,7 @@ def _answered(prompt: Any, completion: Any, context: _Context) -> Example:
     if isinstance(prompt, str) and isinstance(completion, str):
         context.check_plain()
         if not completion.strip():
-            raise MalformedRow(f"the completion {_blank(completion)}")
+            raise MalformedRow("the completion is empty")
         return PlainText(prompt, completion)
     turns = [*_list(prompt, "prompt"), *_list(completion, "completion")]
     n_prompt = len(turns) - len(completion)
@@ -347,7 +347,7 @@ def _messages(turns: object) -> tuple[Message, ...]:
         if roles[i] == "assistant" and not (
             message["content"].strip() or message.get("tool_calls")
         ):
-            raise MalformedRow(f"message {i}, an assistant turn, {_blank(message['content'])}")
+            raise MalformedRow(f"message {i}, an assistant turn, is empty")
     return messages
 
 
@@ -382,11 +382,6 @@ def _message(turn: object, name: str) -> Message:
     if message.get("content") is None and not message.get("tool_calls"):
         raise MalformedRow(f"{name} has no content")
     return {**message, "content": _text(message.get("content") or "", name)}
-
-
-def _blank(text: str) -> str:
-    """What is wrong with a text without words."""
-    return f"holds only white space ({text[:20]!r})" if text else "is empty"
 
 
 def _text(content: object, name: str) -> str:

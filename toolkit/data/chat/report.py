@@ -1,14 +1,13 @@
 """What became of the rows of a data set of chats."""
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import TypeAdapter
+
 from toolkit.errors import DataError
 from toolkit.recipe.schema import ChatSource, PreferenceSource
-
-_LISTS = ("unread_columns", "unread_keys")
 
 
 @dataclass
@@ -40,9 +39,7 @@ class ChatReport:
     @classmethod
     def read(cls, file: Path) -> Self:
         """A report that was written as JSON."""
-        stated = json.loads(file.read_text())
-        lists = {name: tuple(names) for name, names in stated.items() if name in _LISTS}
-        return cls(**stated | lists)
+        return TypeAdapter(cls).validate_json(file.read_bytes())
 
     def count(self, what: str, place: object) -> None:
         """Add one to a number, and note the first place of it."""

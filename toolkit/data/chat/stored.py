@@ -10,11 +10,11 @@ import json
 import logging
 from array import array
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,25 +44,6 @@ _ROWS_AT_ONCE = 512
 """Rows of a batch."""
 
 
-@dataclass(frozen=True)
-class StoredChats(TokenizedData):
-    """The conversations of one source, each a document."""
-
-    report: ChatReport = field(default_factory=ChatReport)
-    row_numbers: Int64Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Row of the data set that each document comes from, ascending, [documents]."""
-
-    @classmethod
-    def of(cls, entry: IndexedTokens, report: ChatReport, fingerprint: str, name: str) -> Self:
-        """Take apart what `prepare_chats` wrote."""
-        tokens, starts = entry.tokens, entry.document_offsets
-        assert isinstance(tokens, np.ndarray), "in the cache"
-        last = int(starts[-1]) // tokens.itemsize
-        chats = IndexedTokens(tokens[:last], starts[:-1])
-        numbers = tokens[last:]
-        return cls(chats, fingerprint, name, is_marked=True, report=report, row_numbers=numbers)
-
-
 def prepare_chats(
     source: ChatSource | PreferenceSource,
     data: DataSection,
@@ -71,7 +52,7 @@ def prepare_chats(
     sequence_length: int,
     cache: Path,
     track: Track = untracked,
-) -> StoredChats:
+) -> TokenizedData:
     """Samples of `source`, by the tokenizer's chat template: from the cache, or created now.
 
     The parameters are those of `prepare` in `toolkit/data/tokenized.py`.
@@ -110,7 +91,10 @@ def prepare_chats(
     report = ChatReport.read(report_file)
     for said in report.notes(source, data.chat_template is not None):
         logger.warning("%s: %s", source.path, said)
-    return StoredChats.of(indexed, report, key, str(prefix))
+    tokens, starts = indexed.tokens, indexed.document_offsets
+    last = int(starts[-1]) // tokens.itemsize
+    chats = IndexedTokens(tokens[:last], starts[:-1])
+    return TokenizedData(chats, key, str(prefix), True, tokens[last:], report)
 
 
 def _batches(
