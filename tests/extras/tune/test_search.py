@@ -13,7 +13,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 
 from tests.dmt import Dmt
 from tests.processes import ROOT
-from toolkit.errors import EXIT_FAILED, PlanError
+from toolkit.errors import EXIT_FAILED, PlanError, RecipeError
 from toolkit.extras.tune import study
 from toolkit.extras.tune.search import SearchStudy, first_rung
 from toolkit.extras.tune.space import Space
@@ -60,7 +60,10 @@ class Runner:
         followed, done = Followed(), self.steps.setdefault(number, [])
         if self.ending not in ("done", "diverged"):
             return TrialResult(self.ending, "as it was told")
-        rate = load_recipe(TINY, overrides).optimizer.learning_rate
+        try:
+            rate = load_recipe(TINY, overrides).optimizer.learning_rate
+        except RecipeError as error:
+            return TrialResult("refused", str(error.problems[0]))
         for step in range(20, 201, 20):
             loss = (math.log10(rate) + 2) ** 2 + 100 / step
             loss = math.nan if self.ending == "diverged" else loss

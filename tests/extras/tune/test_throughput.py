@@ -214,6 +214,15 @@ def test_a_cpu_that_has_too_little_memory_is_recognised() -> None:
     assert trial._ending(4, [event], Path(os.devnull))[0] == "out_of_memory"
 
 
+def test_a_point_that_the_recipes_rules_refuse(tmp_path: Path) -> None:
+    """`dmt launch` judges it."""
+    result = trial.run_trial(
+        TINY, ["optimizer.learning_rate=1e-6"], tmp_path, lambda _: False,
+        hang_s=60, interrupted=lambda: False, options=(),
+    )  # fmt: skip
+    assert result.ending == "refused" and "schedule.min_learning_rate" in result.reason
+
+
 def test_a_trial_waits_for_ranks_of_a_killed_tuning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

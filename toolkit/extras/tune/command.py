@@ -111,11 +111,16 @@ def tune(
     check_waits(loaded)
     file, kind = out or tuned_path(recipe), "tune" if search is None else "search"
     check_tuned_path(file, "" if search is None else " --search")
+    options = [] if cluster is None else ["--cluster", cluster]
+    if starts_locally(loaded):
+        name = loaded.launch.launcher
+        tell(f"launch.launcher: {name} hands its jobs over; the trials are started by local")
+        options += ["--launcher", "local"]
     request = TuneRequest(
         recipe, overrides, loaded, folder or Path("runs") / f"{loaded.name}-{kind}",
         trials or (12 if search is None else 30),
         min(_LONGEST_STEP_S, loaded.launch.hang_timeout_s),
-        [] if cluster is None else ["--cluster", cluster],
+        options,
     )  # fmt: skip
     if search is not None:
         _search(
@@ -158,9 +163,6 @@ def _run(study: Study) -> bool:
     check_local_files(request.recipe, request.path, request.overrides)
     if done:
         tell(f"{done} trials ended before, in {request.folder}")
-    if starts_locally(request.recipe):
-        name = request.recipe.launch.launcher
-        tell(f"launch.launcher: {name} hands its jobs over; the trials are started by local")
     with progress("trials", done + study.left()) as update:
         update(completed=done)
 

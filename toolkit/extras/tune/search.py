@@ -4,16 +4,13 @@ Several processes may search in one folder.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from toolkit.errors import DmtError, RecipeError
 from toolkit.extras.tune.space import Space, overrides_of, suggest
 from toolkit.extras.tune.study import FAILURES, Study, TrialRecord, TuneRequest
 from toolkit.extras.tune.trial import Followed
-from toolkit.intake.load import load_recipe
-from toolkit.plan.planned import plan_recipe
 from toolkit.recipe.schema import Recipe
 
 _REDUCTION = 2
@@ -58,16 +55,6 @@ class SearchStudy(Study):
 
     def overrides(self, settings: Mapping[str, Any]) -> list[str]:
         return [*self.request.overrides, *overrides_of(settings)]
-
-    def refusal(self, overrides: Sequence[str]) -> str:
-        """Why a point of the space cannot be trained. Empty if it can."""
-        try:
-            planned = plan_recipe(load_recipe(self.request.path, overrides))
-        except RecipeError as error:
-            return str(error.problems[0])
-        except DmtError as error:
-            return error.message
-        return "" if planned.search.fits else "no layout fits into the devices' memory"
 
     def values(self, followed: Followed) -> dict[int, float]:
         """Losses by step: of validation if there are any, else of training."""

@@ -40,7 +40,7 @@ FAILURES = ("failed", "hung")
 """Endings that say nothing about the settings of the trial."""
 _POLL_S = 0.5
 
-RecordedEnding = Ending | Literal["refused", "diverged"]
+RecordedEnding = Ending | Literal["diverged"]
 """`stopped` is a trial that was given up because it cannot become the best."""
 
 
@@ -140,10 +140,6 @@ class Study(ABC):
     def values(self, followed: Followed) -> dict[int, float]:
         """The values that a running trial has measured, by step."""
 
-    def refusal(self, overrides: Sequence[str]) -> str:  # noqa: ARG002 - of a subclass
-        """Why the recipe's rules refuse a trial. Empty if they do not."""
-        return ""
-
     @abstractmethod
     def columns(self) -> Mapping[str, Callable[[TrialRecord], str]]:
         """The columns printed for each trial."""
@@ -218,11 +214,8 @@ class Study(ABC):
 
     def _trained(self, trial: Any, settings: dict[str, Any]) -> TrialRecord:
         """Run a trial, or continue it."""
-        number, overrides = _number(trial), self.overrides(settings)
+        number, is_hopeless = _number(trial), False
         folder, seen = trial_folder(self.request.folder, number), dict[int, float]()
-        if refusal := self.refusal(overrides):
-            return TrialRecord(number, settings, "refused", refusal)
-        is_hopeless = False
 
         def is_over(followed: Followed) -> bool:
             nonlocal is_hopeless
@@ -238,7 +231,7 @@ class Study(ABC):
             shutil.rmtree(folder)
         request = self.request
         result = run_trial(
-            request.path, overrides, folder, is_over,
+            request.path, self.overrides(settings), folder, is_over,
             hang_s=request.hang_s, interrupted=self._interrupted, options=request.options,
         )  # fmt: skip
         steps = max(seen, default=0)

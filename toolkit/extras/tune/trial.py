@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, DirectoryInUse, PlanError
-from toolkit.intake.load import load_recipe
+from toolkit.errors import EXIT_DONE, EXIT_RESUMABLE, EXIT_USER_ERROR, DirectoryInUse, PlanError
 from toolkit.launchers import LAUNCHERS
 from toolkit.launchers.base import DMT
 from toolkit.launchers.outcome import failure_reason, log_tail
@@ -28,9 +27,9 @@ from toolkit.run import jsonl
 from toolkit.run.claim import refuse_if_claimed
 from toolkit.run.directory import RunDirectory
 
-Ending = Literal["done", "stopped", "interrupted", "out_of_memory", "hung", "failed"]
+Ending = Literal["done", "stopped", "interrupted", "refused", "out_of_memory", "hung", "failed"]
 """How a trial ended. `stopped`: by its caller's decision. `interrupted`: it saved because the
-caller is ending. The same call continues it."""
+caller is ending. The same call continues it. `refused`: by the recipe's rules."""
 
 _POLL_S = 0.1
 _TAIL_LINES = 4
@@ -39,10 +38,6 @@ _KILL_GRACE_S = 20.0
 """Time that a launcher has to end its ranks after the third interrupt."""
 _ORPHANS_S = 2 * ORPHAN_GRACE_S
 """Time that the ranks of a killed tuning have to save and end."""
-_SILENT_LIMITS = 4.0
-_SILENT_EXTRA_S = 60.0
-"""The ranks' own watchdog ends a hung first step after three limits. One that hangs where no
-watchdog runs is ended after that many limits and seconds without a new line."""
 _MEMORY_ERROR = re.compile(
     r"out of memory|not enough memory|can(no|')t allocate memory|MemoryError|bad_alloc",
     re.IGNORECASE,
@@ -118,8 +113,6 @@ def run_trial(
     folder.mkdir(parents=True, exist_ok=True)
     wait_until_free(folder)
     settings = [*overrides, f"launch.hang_timeout_s={hang_s:g}"]
-    if starts_locally(load_recipe(recipe, overrides)):
-        settings.append("launch.launcher=local")
     stated = [word for setting in settings for word in ("--set", setting)]
     command = [sys.executable, *DMT, "launch", str(recipe), *stated]
     command += ["--run-dir", str(folder), *options]
@@ -127,12 +120,14 @@ def run_trial(
     _has_grown(run, followed)
     starts = len(followed.events)
     with _started(command, folder) as process:
-        ended_by = _follow(process, run, followed, on_progress, interrupted, hang_s)
+        ended_by = _follow(process, run, followed, on_progress, interrupted)
     if _has_grown(run, followed):
         on_progress(followed)
     memory = [line["memory_gib"] for line in followed.metrics if line.get("memory_gib")]
-    ending, reason = ended_by or _ending(process.returncode, followed.events[starts:], folder)
-    return TrialResult(ending, reason, max(memory, default=None))
+    peak = max(memory, default=None)
+    if ended_by is not None:
+        return TrialResult(ended_by, memory_gib=peak)
+    return TrialResult(*_ending(process.returncode, followed.events[starts:], folder), peak)
 
 
 def wait_until_free(folder: Path) -> None:
@@ -189,28 +184,19 @@ def _follow(
     followed: Followed,
     on_progress: Callable[[Followed], bool],
     interrupted: Callable[[], bool],
-    hang_s: float,
-) -> tuple[Ending, str] | None:
-    """Wait for the end. Returns it and its reason if `process` may still run, otherwise
-    None."""
-    silent_s = _SILENT_LIMITS * hang_s + _SILENT_EXTRA_S
-    silence, asked = Deadline(), False
-    silence.start(silent_s)
+) -> Ending | None:
+    """Wait for the end. Returns it where this function decided it, otherwise None. The ranks'
+    own watchdog ends a hung trial."""
+    asked = False
     while process.poll() is None:
-        if _has_grown(run, followed):
-            silence = Deadline()
-            silence.start(silent_s)
-            if on_progress(followed):
-                return "stopped", ""
-        if silence.passed:
-            return "hung", f"no sign of life for {silent_s:g} s"
+        if _has_grown(run, followed) and on_progress(followed):
+            return "stopped"
         if interrupted() and not asked:
             asked = True
             process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
-    code = process.returncode
-    return ("interrupted", "") if asked and code != EXIT_DONE else None
+    return "interrupted" if asked and process.returncode != EXIT_DONE else None
 
 
 def _ending(code: int, events: Sequence[dict[str, Any]], folder: Path) -> tuple[Ending, str]:
@@ -224,6 +210,8 @@ def _ending(code: int, events: Sequence[dict[str, Any]], folder: Path) -> tuple[
     outcome = errors[-1] if errors else " ".join(" ".join(said[-_TAIL_LINES:]).split())
     reasons = [event["reason"] for event in events if event.get("kind") == "failure"]
     reason = str(reasons[-1]) if reasons else failure_reason(events, outcome)
+    if code == EXIT_USER_ERROR:
+        return "refused", reason
     if any(event.get("kind") == "hang" for event in events):
         return "hung", reason
     ends = [str(event.get("error")) for event in events if event.get("kind") == "end"]

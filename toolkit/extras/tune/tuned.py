@@ -75,7 +75,7 @@ def _write(recipe: Path, file: Path, settings: Mapping[str, Any], *notes: str) -
 def _typed(request: TuneRequest) -> dict[str, Any]:
     """The settings of `--set` and `--cluster`."""
     keys = [override.partition("=")[0] for override in request.overrides]
-    if request.options:  # a cluster was named
+    if "--cluster" in request.options:
         keys += ["cluster.nodes", "cluster.gpus_per_node", "cluster.gpu"]
     return {key: get(request.recipe.model_dump(), key) for key in keys}
 
