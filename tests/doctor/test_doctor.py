@@ -1,7 +1,6 @@
 """`dmt doctor` on machines that lack something, as its users run it."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +96,15 @@ def test_a_package_that_cannot_be_imported(
     assert flash.fix.startswith("pip install --force-reinstall --no-build-isolation")
 
 
-def test_groups_are_printed_as_they_come(
+def test_a_group_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first one is out before the next check has ended."""
-    printed: list[str] = []
-
-    def checks(*_: object) -> Iterator[Finding]:
-        for group, name in (("packages", "python"), ("packages", "torch"), ("storage", "disk")):
-            yield Finding(name, "ok", "there", group=group)
-            printed.append(capsys.readouterr().out)
-        yield Finding("files", "note", "few", cost="much", fix="more", group="storage")
-
-    monkeypatch.setattr(examine, "examine", checks)
+    found = [Finding(name, "ok", "there", group="packages") for name in ("python", "torch")]
+    few = Finding("files", "note", "few", cost="much", fix="more", group="storage")
+    monkeypatch.setattr(examine, "examine", lambda _: [*found, few])
     assert main(["doctor"]) == 0
-    assert printed[-1].split() == ["✓", "packages", "python", "there,", "torch", "there"]
-    rest = capsys.readouterr().out
+    first, rest = capsys.readouterr().out.split("\n", 1)
+    assert first.split() == ["✓", "packages", "python", "there,", "torch", "there"]
     assert "· files          few\n    costs: much\n    fix: more\n" in rest
     assert rest.endswith("0 problems, 0 warnings, 1 note\n")
 

@@ -58,7 +58,7 @@ def test_json_is_alone_on_standard_output(capfd: pytest.CaptureFixture[str]) -> 
     assert entries["megatron-ep2"]["loss"] == []
     four = entries["megatron-tp2-zero3"]
     assert four["why"] == "needs 4 processes, --processes is 2"
-    assert "sequence 128 → 32" in err
+    assert "sequence_length 128 → 32" in err
     assert "fp32" in err
 
 

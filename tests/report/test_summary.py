@@ -3,19 +3,7 @@
 import pytest
 
 from tests.report.logs import KILLED_AND_RESTARTED, event, metrics
-from toolkit.report.summary import Ending, Loss, Saves, summarize
-
-
-def test_a_run_with_everything() -> None:
-    found = summarize(KILLED_AND_RESTARTED, metrics(20, 2.0, every=10, tokens=512))
-    assert (found.steps, found.tokens) == (20, 20 * 512)
-    of_an_older_release = [{"step": 20, "loss": 5.0}]
-    assert summarize(KILLED_AND_RESTARTED, of_an_older_release).tokens is None
-    assert found.losses == (Loss(1, 4.99), Loss(20, 4.8))
-    assert found.validation == Loss(20, 4.5)
-    assert (found.starts, found.restarts) == (2, ("rank 1 was killed by SIGKILL",))
-    assert found.saves == Saves(2, 20, stall_s=pytest.approx(0.4), commit_s=2.5)
-    assert found.ending == Ending("done", 0)
+from toolkit.report.summary import Ending, summarize
 
 
 def test_steps_are_those_of_the_last_start() -> None:
@@ -75,9 +63,3 @@ def test_how_long_a_run_waited_for_data() -> None:
     ]
     assert summarize([], lines).data_wait_share == pytest.approx((4 + 10 * 0.2) / (4 + 10 * 2))
     assert summarize([], metrics(20, 2.0)).data_wait_share is None
-
-
-def test_nothing_at_all() -> None:
-    found = summarize([], [])
-    assert (found.steps, found.starts, found.losses) == (0, 0, None)
-    assert found.ending.state == "running"

@@ -1,8 +1,7 @@
 """`dmt doctor`: check this machine, measure its speed, or test its GPUs."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
@@ -84,9 +83,8 @@ def _check(recipe: Path | None, overrides: list[str], as_json: bool) -> None:
     from toolkit.intake.load import load_recipe
 
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
-    findings = [*examine(needs)] if as_json else []
-    printed = _findings(examine(needs), findings)
-    output(as_json, {"findings": findings}, printed)
+    findings = [*examine(needs)]
+    output(as_json, {"findings": findings}, _findings(findings))
     if any(finding.blocks for finding in findings):
         raise typer.Exit(EXIT_UNAVAILABLE)
 
@@ -122,26 +120,20 @@ _NAME_WIDTH = 13
 """Width of the names' column. A longer name moves its own line only."""
 
 
-def _findings(findings: Iterable[Finding], shown: list[Finding]) -> Iterator[Line]:
-    """Lines about findings, as they come. Those of a group that are fine share one line. Each
-    other one adds its cost, what needs it and its fix. The last line counts all. They are
-    appended to `shown`."""
-    for group, members in groupby(findings, key=lambda finding: finding.group):
-        fine: list[Finding] = []
-        others: list[Finding] = []
-        for finding in members:
-            (fine if finding.level == "ok" else others).append(finding)
-        shown += [*fine, *others]
-        if fine:
-            text = ", ".join(f"{one.name} {one.found}" for one in fine)
-            yield _line("ok", group, text)
-        for finding in others:
+def _findings(findings: Sequence[Finding]) -> Iterator[Line]:
+    """Lines about findings. Those of a group that are fine share one line. Each other one adds
+    its cost, what needs it and its fix. The last line counts all."""
+    for group in dict.fromkeys(finding.group for finding in findings):
+        members = [finding for finding in findings if finding.group == group]
+        if fine := [f"{one.name} {one.found}" for one in members if one.level == "ok"]:
+            yield _line("ok", group, ", ".join(fine))
+        for finding in (one for one in members if one.level != "ok"):
             yield _line(finding.level, finding.name, finding.found)
             about = {"costs": finding.cost, "needed by": finding.needed_by, "fix": finding.fix}
             for word, value in about.items():
                 if value:
                     yield f"    {word}: {value}"
-    yield _total(shown)
+    yield _total(findings)
 
 
 def _line(level: Level, name: str, found: str) -> Text:

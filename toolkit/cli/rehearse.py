@@ -16,7 +16,6 @@ from toolkit.cli.selftest import run_self_test
 from toolkit.doctor.selftest import NUMBERS, Suite
 from toolkit.errors import EXIT_FAILED, RunFailed
 from toolkit.intake.load import load_recipe
-from toolkit.models.families import model_spec
 from toolkit.plan.ledger import named
 from toolkit.recipe.schema import Recipe
 from toolkit.rehearse.comparison import Comparison, Record
@@ -29,8 +28,8 @@ from toolkit.rehearse.rehearsal import (
     prepare,
     run,
 )
-from toolkit.rehearse.shrink import without_noise
 from toolkit.run.announce import ledger_of
+from toolkit.run.changes import differences, is_stated, shown
 from toolkit.text.terminal import tell
 
 _COLOURS = {"exact": "green", "within": "green", "diverged": "bold red", "skipped": "dim"}
@@ -143,24 +142,14 @@ def _in_every_layout(
 
 def _shrunk(rehearsal: Rehearsal) -> str:
     """Return one line that shows what was made smaller, from → to."""
-    both = zip(*map(_sizes, (rehearsal.original, rehearsal.recipe)), strict=True)
-    changes = [f"{name} {was} → {now}" for (name, was), (_, now) in both if was != now]
-    return ", ".join([f"rehearsed in {rehearsal.recipe.training.precision}", *changes])
-
-
-def _sizes(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Return the sizes that a rehearsal may change."""
-    config, training = recipe.model.config, recipe.training
-    assert config is not None, "looked up by `prepare`"
-    spec = model_spec(config)
-    yield "parameters", f"{spec.parameters.total:,}"
-    yield "layers", f"{spec.layers}"
-    yield "hidden", f"{spec.hidden:,}"
-    yield "sequence", f"{training.sequence_length:,}"
-    yield "batch", f"{training.global_batch_size:,}"
-    yield "learning rate", f"{recipe.optimizer.learning_rate:g}"
-    yield "objective", training.objective
-    yield "dropout and jitter", "off" if without_noise(config) == config else "on"
+    changes = [f"rehearsed in {rehearsal.recipe.training.precision}"]
+    both = (rehearsal.original.model_dump(), rehearsal.recipe.model_dump())
+    for key, was, now in differences(*both):
+        section, _, name = key.rpartition(".")
+        is_size = section in ("model.config", "training", "optimizer") and was != "auto"
+        if is_size and isinstance(now, int | float | str) and is_stated(was):
+            changes.append(f"{name} {shown(was)} → {shown(now)}")
+    return ", ".join(changes)
 
 
 def _run(

@@ -24,16 +24,6 @@ from toolkit.text.units import GIB
 
 HEADER = "# Written by `dmt doctor --calibrate`"
 
-_GENERATIONS = (
-    ((7, 0), "v100-32gb"),
-    ((7, 5), "t4"),
-    ((8, 0), "a100-80gb"),
-    ((8, 9), "l40s"),
-    ((9, 0), "h100-80gb"),
-    ((10, 0), "b200"),
-)
-"""The least CUDA capability of each generation, and its GPU in the catalogue."""
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -83,15 +73,14 @@ def closest(machine: Machine, option: str) -> Machine:
     """The machine, with a catalogue GPU of its generation if the catalogue lacks its own.
     Comparisons need a name, not a data sheet.
 
-    Raises BackendUnavailable for a GPU of none of these generations.
+    Raises BackendUnavailable for an unknown GPU that is not NVIDIA's.
     """
     if machine.gpu in GPUS:
         return machine
-    here = torch.cuda.get_device_capability(0) if torch.version.hip is None else (0, 0)
-    known = [like for least, like in _GENERATIONS if least <= here]
-    if not known:
+    if torch.version.hip is not None:
         check_known(machine, option)
-    return replace(machine, gpu=known[-1], device=machine.gpu)
+    is_hopper = torch.cuda.get_device_capability(0) >= (9, 0)
+    return replace(machine, gpu="h100-80gb" if is_hopper else "a100-80gb", device=machine.gpu)
 
 
 def calibrate(machine: Machine) -> Speeds:

@@ -51,11 +51,6 @@ def _disk(needs: Needs) -> Finding:
             name, "warning", text, cost="a save fails, and with it the run",
             fix="remove old runs, or name another disk with --run-dir",
         )  # fmt: skip
-    if system == "tmpfs":
-        return Finding(
-            name, "note", text, cost="checkpoints take memory, and a restart loses them",
-            fix="name a folder on a disk with --run-dir",
-        )  # fmt: skip
     return Finding(name, "ok", text)
 
 
@@ -67,14 +62,8 @@ def _nvme(folder: Path) -> Finding:
             name, "problem", f"{folder} is not a writable folder", cost="the run cannot start",
             fix=f"mkdir -p -- {quoted} && test -w {quoted}", needed_by=setting,
         )  # fmt: skip
-    system = file_system(folder.resolve())
-    if system == "tmpfs":
-        return Finding(
-            name, "warning", f"{folder} is tmpfs", fix="name a folder on a local disk",
-            cost="offload takes the memory that it should spare", needed_by=setting,
-        )  # fmt: skip
     free = byte_size(shutil.disk_usage(folder).free)
-    return Finding(name, "ok", f"{folder}: {system}, {free} free")
+    return Finding(name, "ok", f"{folder}: {file_system(folder.resolve())}, {free} free")
 
 
 def _shared_memory(folder: Path, needs: Needs) -> Iterator[Finding]:

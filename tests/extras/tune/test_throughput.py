@@ -104,7 +104,7 @@ def test_layouts_that_die_and_hang_are_reported_and_a_killed_tuning_continues(
     assert load_recipe(tuned).training.micro_batch_size == 4
     assert "extends: recipe.yaml" in tuned.read_text()
     shown = dmt(*words).out
-    assert "measured" in shown and "hung: " in shown and "failed: rank 1" in shown
+    assert "done" in shown and "hung: " in shown and "failed: rank 1" in shown
     assert len(starts.commands) == 2
 
     dmt(*words, "--set", "training.global_batch_size=16", code=2)

@@ -66,14 +66,8 @@ Out = Annotated[
 _LONGEST_STEP_S = 300.0
 """A trial hangs when one step takes longer than this, or than a shorter
 launch.hang_timeout_s."""
-_SHOWN = 20
-"""Trials that are printed, the best ones."""
-_WORDS = {
-    "done": ("measured", "green"),
-    "stopped": ("given up", "dim"),
-    "out_of_memory": ("out of memory", "red"),
-}
-"""Word and colour for how a trial ended. Other endings are shown by their own name, in red."""
+_STYLES = {"done": "", "stopped": "dim"}
+"""Styles for how a trial ended. Other endings are red."""
 
 
 def tune(
@@ -119,15 +113,11 @@ def tune(
     request = TuneRequest(
         recipe, overrides, loaded, folder or Path("runs") / f"{loaded.name}-{kind}",
         trials or (12 if search is None else 30),
-        min(_LONGEST_STEP_S, loaded.launch.hang_timeout_s),
-        options,
+        min(_LONGEST_STEP_S, loaded.launch.hang_timeout_s), options,
     )  # fmt: skip
     if search is not None:
-        _search(
-            SearchStudy(request, load_space(search, recipe, overrides), seed or 0),
-            file,
-            as_json,
-        )
+        space = load_space(search, recipe, overrides)
+        _search(SearchStudy(request, space, seed or 0), file, as_json)
         return
     where = None if cluster is None else find_cluster(cluster)
     loaded, layouts = searched(loaded, where)
@@ -184,7 +174,8 @@ def _print(
 
     def plain(one: TrialRecord) -> dict[str, Any]:
         known = asdict(one)
-        return known | {study.measures: known.pop("value"), **study.facts(one)}
+        value = known.pop("value")
+        return {**known, study.measures: value, **study.facts(one)}
 
     data = facts | {
         "recipe": str(study.request.path), "directory": str(folder), "tuned": str(file),
@@ -201,24 +192,21 @@ def _print(
         raise RunFailed(study.failure, fix=f"read {logs}; the same command tries again")
 
 
-def _word(one: TrialRecord) -> tuple[str, str]:
-    return _WORDS.get(one.ending, (one.ending, "red"))
-
-
 def _outcome(one: TrialRecord) -> str:
-    return _word(one)[0] + (f": {one.reason}" if one.reason else "")
+    return one.ending.replace("_", " ") + (f": {one.reason}" if one.reason else "")
 
 
 def _lines(study: Study, best: TrialRecord | None, end: Sequence[str]) -> Iterator[Line]:
     """Lines of the table, and how to use the result."""
+
+    def style(one: TrialRecord) -> str:
+        return "bold green" if one == best else _STYLES.get(one.ending, "red")
+
     texts = {"#": lambda one: str(one.number), **study.columns(), "outcome": _outcome}
     records = study.ranked()
-    shown = f", the best {_SHOWN}:" if len(records) > _SHOWN else ""
-    yield Text(f"{len(records)} trials are in {study.request.folder}/trials{shown}", "bold")
+    yield Text(f"{len(records)} trials are in {study.request.folder}/trials", "bold")
     if records:
-        yield from Table(texts, left=2).lines(
-            records[:_SHOWN], lambda one: "bold green" if one == best else _word(one)[1]
-        )
+        yield from Table(texts, left=2).lines(records, style)
     yield from end
 
 

@@ -21,9 +21,9 @@ from toolkit.text.units import seconds
 WARM_UP_STEPS = 2
 """Logged steps before the measurement, in which buffers are allocated and kernels compiled."""
 HOPELESS = 1.3
-"""A layout is given up when it is this many times slower than the fastest one."""
+"""A layout is stopped when it is this many times slower than the fastest one."""
 _STEPS_TO_JUDGE = 3
-"""Measured steps before a layout is given up."""
+"""Measured steps before a layout is stopped."""
 _WITHOUT = {
     "logging.every_steps": 1,
     "logging.trackers": (),
