@@ -118,7 +118,7 @@ def test_packages_are_those_that_the_recipe_needs(monkeypatch: pytest.MonkeyPatc
     assert {*absent} == {*bare, *recipe}
     assert absent["s3fs"].fix.startswith("pip install 's3fs>=")
     assert absent["ray"].fix.startswith("pip install 'ray>=")
-    assert absent["peft"].needed_by == "adapter" and absent["peft"].blocks
+    assert absent["peft"].needed_by == "adapter" and absent["peft"].level == "problem"
 
 
 def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_driver_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerators, "ask_python", lambda _: Answer(True, text))
     needing = Needs(gpus=1, gpu="cluster.gpu: h100-80gb")
     found = one(accelerators.check(needing), "GPUs")
-    assert found.blocks and found.found.endswith(words)
+    assert found.level == "problem" and found.found.endswith(words)
     # pip would keep the torch that is there.
     assert "--force-reinstall torch --index" in found.fix
     assert one(accelerators.check(Needs()), "GPUs").level == "warning"
@@ -140,9 +140,9 @@ def test_gpus() -> None:
     torch = {"driver": "550.1", "cuda": "12.8", "devices": [volta], "why": ""}
     needing = Needs(gpus=2, gpu="cluster.gpu: v100-32gb", precision="bf16")
     few, old = accelerators._devices(torch, needing)
-    assert few.blocks and "sees 1; the recipe has 2" in few.found
+    assert few.level == "problem" and "sees 1; the recipe has 2" in few.found
     assert "--set cluster.gpus_per_node=1" in few.fix
-    assert old.blocks and old.needed_by == "training.precision: bf16"
+    assert old.level == "problem" and old.needed_by == "training.precision: bf16"
     (found,) = accelerators._devices(torch, Needs())
     assert found.level == "ok" and "32 GiB" in found.found
     words = "Torch not compiled with CUDA enabled"
@@ -157,7 +157,7 @@ def test_a_name_that_is_loopback_breaks_several_machines(
     """Without GLOO_SOCKET_IFNAME gloo takes 127.0.0.1, and the run hangs."""
     monkeypatch.setattr("socket.gethostname", lambda: "localhost")
     together = one(network.check(TWO_MACHINES), "host name")
-    assert together.blocks and "127.0.0.1" in together.found
+    assert together.level == "problem" and "127.0.0.1" in together.found
     assert "export GLOO_SOCKET_IFNAME=" in together.fix and "/etc/hosts" in together.fix
     for quiet in (Needs(), TWO_MACHINES):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -177,7 +177,7 @@ def test_master_address(address: str, said: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("MASTER_ADDR", address)
     assert not [*network.check(Needs())]
     found = one(network.check(TWO_MACHINES), "MASTER_ADDR")
-    assert found.blocks and said in found.found
+    assert found.level == "problem" and said in found.found
 
 
 @pytest.mark.parametrize("hostile", ["x; rm -rf ~", "$(id)", "-oProxyCommand=id", "a'b `id`"])
@@ -203,13 +203,13 @@ def test_no_other_owner_is_advised_for_a_folder_high_up(
     """The nearest folder that is there may be `/`: no advice to own that."""
     monkeypatch.setattr(storage.os, "access", lambda *_: False)  # as for anybody but root
     found = storage._disk(Needs(run="every recipe", run_dir=Path("/none/runs/mine")))
-    assert found.blocks and found.found == "cannot write in /"
+    assert found.level == "problem" and found.found == "cannot write in /"
     assert found.fix == "name another folder with --run-dir"
 
 
 def test_an_nvme_folder_that_is_not_there(tmp_path: Path) -> None:
     found = storage._nvme(tmp_path / "none")
-    assert found.blocks and found.fix.startswith(f"mkdir -p -- {tmp_path / 'none'}")
+    assert found.level == "problem" and found.fix.startswith(f"mkdir -p -- {tmp_path / 'none'}")
 
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 def test_nvcc_is_judged_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(toolchain, "torch_accelerator", lambda: "cu130")
     (found,) = toolchain._nvcc("parallel.engine: deepspeed")
-    assert found.blocks and found.found.endswith("unable to compile CUDA op(s)")
+    assert found.level == "problem" and found.found.endswith("unable to compile CUDA op(s)")
     assert found.fix.startswith("install the toolkit of CUDA 13.0")
     monkeypatch.setattr(toolchain, "ask_python", lambda _: Answer(False, "killed by signal 9"))
     (silent,) = toolchain._nvcc("parallel.engine: deepspeed")

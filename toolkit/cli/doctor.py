@@ -10,7 +10,7 @@ from rich.text import Text
 
 from toolkit.cli.options import AsJson, Overrides, refuse_useless
 from toolkit.cli.output import Line, output
-from toolkit.doctor.finding import LEVELS, Finding, Level
+from toolkit.doctor.finding import Finding, Level
 from toolkit.errors import EXIT_UNAVAILABLE
 from toolkit.text.generated import check_out
 
@@ -85,7 +85,7 @@ def _check(recipe: Path | None, overrides: list[str], as_json: bool) -> None:
     needs = Needs() if recipe is None else needs_of(load_recipe(recipe, overrides))
     findings = [*examine(needs)]
     output(as_json, {"findings": findings}, _findings(findings))
-    if any(finding.blocks for finding in findings):
+    if any(finding.level == "problem" for finding in findings):
         raise typer.Exit(EXIT_UNAVAILABLE)
 
 
@@ -112,7 +112,6 @@ def _self_test(out: Path | None, as_json: bool) -> None:
 
 _MARKS: dict[Level, tuple[str, str]] = {
     "ok": ("✓", "green"),
-    "note": ("·", "dim"),
     "warning": ("!", "yellow"),
     "problem": ("✗", "red"),
 }
@@ -133,22 +132,11 @@ def _findings(findings: Sequence[Finding]) -> Iterator[Line]:
             for word, value in about.items():
                 if value:
                     yield f"    {word}: {value}"
-    yield _total(findings)
+    levels = [finding.level for finding in findings]
+    counts = {level: levels.count(level) for level in ("problem", "warning")}
+    yield ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
 
 
 def _line(level: Level, name: str, found: str) -> Text:
     mark, colour = _MARKS[level]
     return Text.assemble((mark, colour), f" {name:<{_NAME_WIDTH}}  {found}")
-
-
-def _total(findings: Sequence[Finding]) -> str:
-    """`2 problems (1 that the recipe needs), 1 warning, 4 notes`."""
-    blocking = sum(finding.blocks for finding in findings)
-    parts = []
-    for level in reversed(LEVELS[1:]):
-        count = sum(finding.level == level for finding in findings)
-        text = f"{count} {level}{'s' * (count != 1)}"
-        if level == "problem" and count:
-            text += f" ({blocking or 'none'} in the way of the recipe)"
-        parts.append(text)
-    return ", ".join(parts)

@@ -43,8 +43,8 @@ def check(needs: Needs) -> Iterator[Finding]:
         return  # `packages` says so
     answer = ask_python(_TORCH)
     if not answer.done:
-        yield Finding(
-            "torch", "problem", f"cannot be imported: {answer.out}", cost="nothing can train",
+        yield lacking(
+            "torch", f"cannot be imported: {answer.out}", cost="nothing can train",
             fix=_REINSTALL, needed_by=needs.packages.get("torch"),
         )  # fmt: skip
         return
@@ -58,7 +58,7 @@ def check(needs: Needs) -> Iterator[Finding]:
     elif torch["devices"] or needs.gpu:
         yield lacking(
             "NCCL", "not in this torch", cost="GPUs cannot talk to each other", fix=_REINSTALL,
-            needed_by=needs.gpu, otherwise="warning",
+            needed_by=needs.gpu,
         )  # fmt: skip
 
 
@@ -72,8 +72,8 @@ def _devices(torch: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:
         text = f"{name}, {memory / GIB:.0f} GiB, compute capability {major}.{minor}"
         label = f"GPU {index}"
         if torch["cuda"] and needs.precision == "bf16" and (major, minor) < BF16_CAPABILITY:
-            yield Finding(
-                label, "problem", f"{text}; bf16 needs 8.0", fix="training.precision: fp16",
+            yield lacking(
+                label, f"{text}; bf16 needs 8.0", fix="training.precision: fp16",
                 cost="bf16 is emulated, many times slower",
                 needed_by="training.precision: bf16",
             )  # fmt: skip
@@ -98,5 +98,5 @@ def _too_few(torch: Mapping[str, Any], needs: Needs) -> Finding:
         fix = "nvidia-smi, and unset CUDA_VISIBLE_DEVICES"
     return lacking(
         "GPUs", f"{text}{'; ' * bool(why)}{why}", cost="a recipe for GPUs cannot start here",
-        fix=fix, needed_by=needs.gpu, otherwise="warning",
+        fix=fix, needed_by=needs.gpu,
     )  # fmt: skip

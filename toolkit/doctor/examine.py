@@ -21,6 +21,6 @@ def examine(needs: Needs) -> Iterator[Finding]:
         yield from (replace(finding, group=group) for finding in findings)
     if needs.note:
         yield Finding(
-            "plan", "note", needs.note, group="recipe",
+            "plan", "warning", needs.note, group="recipe",
             cost="what only the plan would need was not checked", fix="dmt plan RECIPE",
         )  # fmt: skip

@@ -7,10 +7,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
-Level = Literal["ok", "note", "warning", "problem"]
-LEVELS: tuple[Level, ...] = ("ok", "note", "warning", "problem")
-"""`note`: good to know. `warning`: works, but not as well as it could, or not everywhere.
-`problem`: a setting that needs it fails."""
+Level = Literal["ok", "warning", "problem"]
+"""`problem`: the recipe (without one: every recipe) cannot run here. `warning`: it runs, but
+not as well as it could, or other recipes do not."""
 
 IMPORT_LIMIT_S = 120.0
 """A first import from a network file system takes a minute."""
@@ -36,17 +35,10 @@ class Finding:
     def __post_init__(self) -> None:
         assert (self.fix and self.cost) or self.level == "ok", f"{self.name} has no fix or cost"
 
-    @property
-    def blocks(self) -> bool:
-        """Whether it prevents the chosen recipe (without one: every recipe) from running."""
-        return self.level == "problem" and self.needed_by is not None
 
-
-def lacking(
-    name: str, found: str, *, cost: str, fix: str, needed_by: str | None, otherwise: Level
-) -> Finding:
-    """A missing part: a problem if the recipe needs it, otherwise of level `otherwise`."""
-    level: Level = "problem" if needed_by else otherwise
+def lacking(name: str, found: str, *, cost: str, fix: str, needed_by: str | None) -> Finding:
+    """A missing part: a problem if the recipe needs it, otherwise a warning."""
+    level: Level = "problem" if needed_by else "warning"
     return Finding(name, level, found, cost=cost, fix=fix, needed_by=needed_by)
 
 

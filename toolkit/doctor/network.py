@@ -5,7 +5,7 @@ import socket
 from collections.abc import Iterator
 from ipaddress import ip_address
 
-from toolkit.doctor.finding import Finding
+from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -31,8 +31,8 @@ def check(needs: Needs) -> Iterator[Finding]:
         if is_reachable:
             yield Finding(what, "ok", found)
         else:
-            yield Finding(
-                what, "problem", found, fix=fixes[what], needed_by=needs.several_machines,
+            yield lacking(
+                what, found, fix=fixes[what], needed_by=needs.several_machines,
                 cost="ranks of other machines cannot reach it (pytorch/gloo#223)",
             )  # fmt: skip
 

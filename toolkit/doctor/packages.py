@@ -15,7 +15,7 @@ from packaging.version import InvalidVersion, Version
 
 import toolkit
 from toolkit.backend import BACKENDS
-from toolkit.doctor.finding import Finding, ask_python, is_installed
+from toolkit.doctor.finding import Finding, ask_python, is_installed, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.system.install import NAME, plain
 
@@ -51,9 +51,7 @@ def _package(name: str, needed_by: str | None) -> Finding:
     fix, version = f"pip install {option}'{plain(requirement)}'", _version(name)
     unusable = f"recipes with {needed_by} cannot run" if needed_by else "parts of DMT fail"
     if version is None:
-        return Finding(
-            name, "problem", "not installed", cost=unusable, fix=fix, needed_by=needed_by
-        )
+        return lacking(name, "not installed", cost=unusable, fix=fix, needed_by=needed_by)
     # The first untested version, as in `<2.14`.
     bounds = [str(one) for one in requirement.specifier if one.operator == "<"]
     if newest := next((one for one in bounds if version not in SpecifierSet(one, True)), ""):
@@ -63,10 +61,10 @@ def _package(name: str, needed_by: str | None) -> Finding:
         )  # fmt: skip
     if not requirement.specifier.contains(version, prereleases=True):
         text = f"{version}; DMT needs {requirement.specifier}"
-        return Finding(name, "problem", text, cost=unusable, fix=fix, needed_by=needed_by)
+        return lacking(name, text, cost=unusable, fix=fix, needed_by=needed_by)
     if (failure := _import_failure(name, needed_by)) is not None:
-        return Finding(
-            name, "problem", f"{version}; cannot be imported: {failure}", cost=unusable,
+        return lacking(
+            name, f"{version}; cannot be imported: {failure}", cost=unusable,
             fix=fix.replace("install ", "install --force-reinstall ", 1), needed_by=needed_by,
         )  # fmt: skip
     return Finding(name, "ok", str(version))

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from toolkit.doctor.finding import Finding
+from toolkit.doctor.finding import Finding, lacking
 from toolkit.doctor.needs import Needs
 from toolkit.system.compilers import file_system
 from toolkit.text.units import byte_size
@@ -35,8 +35,8 @@ def _disk(needs: Needs) -> Finding:
         folder = folder.parent
     folder = folder.resolve()
     if not os.access(folder, os.W_OK):
-        return Finding(
-            name, "problem", f"cannot write in {folder}", cost="a run cannot start",
+        return lacking(
+            name, f"cannot write in {folder}", cost="a run cannot start",
             fix="name another folder with --run-dir", needed_by=needs.run,
         )  # fmt: skip
     system, free = file_system(folder), shutil.disk_usage(folder).free
@@ -58,8 +58,8 @@ def _nvme(folder: Path) -> Finding:
     name, setting = "NVMe folder", f"parallel.zero.nvme_path: {folder}"
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         quoted = shlex.quote(str(folder))
-        return Finding(
-            name, "problem", f"{folder} is not a writable folder", cost="the run cannot start",
+        return lacking(
+            name, f"{folder} is not a writable folder", cost="the run cannot start",
             fix=f"mkdir -p -- {quoted} && test -w {quoted}", needed_by=setting,
         )  # fmt: skip
     free = byte_size(shutil.disk_usage(folder).free)

@@ -32,11 +32,10 @@ def check(needs: Needs) -> Iterator[Finding]:
         needing = ops.get("async_io") if one.name == "libaio" else next(iter(ops.values()))
         yield lacking(
             one.name, one.what, cost=_NOT_COMPILED, fix=one.fix, needed_by=needing,
-            otherwise="warning",
         )  # fmt: skip
     for one in missing_for_torch_compile(on_gpu=bool(needs.gpu)) if needs.compiles else ():
-        yield Finding(
-            f"{one.name} for compiled kernels", "problem", one.what, fix=one.fix,
+        yield lacking(
+            f"{one.name} for compiled kernels", one.what, fix=one.fix,
             cost="the first compiled layer fails", needed_by=needs.compiles,
         )  # fmt: skip
     on_gpu = [setting for op, setting in ops.items() if op in ON_GPU]
@@ -46,8 +45,8 @@ def check(needs: Needs) -> Iterator[Finding]:
         if path := interpreter.program(name):
             yield Finding(name, "ok", path)
         else:
-            yield Finding(
-                name, "problem", "not on PATH", cost="the launcher cannot start", fix=install,
+            yield lacking(
+                name, "not on PATH", cost="the launcher cannot start", fix=install,
                 needed_by=setting,
             )  # fmt: skip
 
@@ -73,8 +72,8 @@ def _nvcc(needed_by: str) -> Iterator[Finding]:
         yield Finding("nvcc", "ok", answer.out.splitlines()[-1])
         return
     why = answer.out.partition(": ")[2] or answer.out
-    yield Finding(
-        "nvcc", "problem", why, cost=_NOT_COMPILED, needed_by=needed_by,
+    yield lacking(
+        "nvcc", why, cost=_NOT_COMPILED, needed_by=needed_by,
         fix=f"install the toolkit of CUDA {built_for[2:-1]}.{built_for[-1]}, and set CUDA_HOME "
         "to it",
     )  # fmt: skip
