@@ -70,7 +70,7 @@ def write(results: Path, **row: Any) -> None:
 def losses(results: Path, ranks: int, names: Sequence[str]) -> int:
     """The self-test with so many ranks, in all layouts or these; 1 if one fails."""
     rehearsal.launch_spec = on_one_gpu
-    machine = replace(calibrate.this_machine(1), processes=ranks)
+    machine = replace(calibrate.this_machine(), processes=ranks)
     suites = [replace(one, patterns=names or one.patterns) for one in machine_suites(ranks)]
     options = Options(processes=ranks, gpu=machine.gpu, limit_s=LIMIT_S)
     folder, failed = Path(mkdtemp()), False
@@ -87,7 +87,7 @@ def killed(results: Path, engine: str) -> int:
     run = folder / engine
     command = [
         sys.executable, "-m", "toolkit.train", str(DENSE),
-        f"--run-dir={run}", f"--set=cluster.gpu={calibrate.this_machine(1).gpu}",
+        f"--run-dir={run}", f"--set=cluster.gpu={calibrate.this_machine().gpu}",
         "--set=cluster.gpus_per_node=2", f"--set=parallel.engine={engine}",
         "--set=training.steps=100000", "--set=launch.hang_timeout_s=20",
         "--set=logging.trackers=[]", "--set=checkpoint.export=false",

@@ -4,6 +4,7 @@ import json
 import shlex
 import tomllib
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.processes import ROOT
-from toolkit.doctor import accelerators, network, packages, storage, toolchain
+from toolkit.doctor import accelerators, network, packages, storage
 from toolkit.doctor.finding import Answer, Finding
 from toolkit.doctor.needs import Needs, needs_of
 from toolkit.intake.load import load_recipe
+from toolkit.system.install import requirements
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
 TWO_MACHINES = Needs(several_machines="cluster.nodes: 2")
@@ -83,7 +85,8 @@ def test_the_bounds_of_every_dependency_are_tested_versions() -> None:
     extras = own["optional-dependencies"] | {"dev": []}
     of_users = [*own["dependencies"], *(line for lines in extras.values() for line in lines)]
     names = {Requirement(line).name for line in of_users}
-    for name, requirement in packages._stated().items():
+    for requirement in chain(*requirements().values()):
+        name = requirement.name
         bounds = {one.operator: Version(one.version) for one in requirement.specifier}
         top, bottom = (versions[canonicalize_name(name)] for versions in (newest, oldest))
         assert bounds["<"].release[:2] == (top.major, top.minor + 1), name
@@ -219,13 +222,3 @@ def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         not [*storage._shared_memory(tmp_path, Needs())] or Path("/proc/driver/nvidia").is_dir()
     )
     assert found.level == "warning" and "docker run --shm-size" in found.fix
-
-
-def test_nvcc_is_judged_by_deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(toolchain, "torch_accelerator", lambda: "cu130")
-    (found,) = toolchain._nvcc("parallel.engine: deepspeed")
-    assert found.level == "problem" and found.found.endswith("unable to compile CUDA op(s)")
-    assert found.fix.startswith("install the toolkit of CUDA 13.0")
-    monkeypatch.setattr(toolchain, "ask_python", lambda _: Answer(False, "killed by signal 9"))
-    (silent,) = toolchain._nvcc("parallel.engine: deepspeed")
-    assert silent.found == "killed by signal 9"

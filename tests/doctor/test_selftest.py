@@ -45,7 +45,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "SEQUENCE", 32)
     for module in ("launchers.ranks", "doctor.selftest"):
         monkeypatch.setattr(f"toolkit.{module}.subprocess", SUBPROCESS)
-    monkeypatch.setattr("toolkit.cli.selftest.gpu_machine", lambda _: CPU)
+    monkeypatch.setattr("toolkit.cli.selftest.gpu_machine", lambda: CPU)
     monkeypatch.chdir(ROOT)
 
 
@@ -134,7 +134,7 @@ def test_refusals(
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(BackendUnavailable, match="needs a GPU, and torch sees none"):
-        gpu_machine(None)
+        gpu_machine()
     mine = tmp_path / "mine.txt"
     mine.write_text("own")
     assert main(["doctor", "--gpu-selftest", "--out", str(mine)]) == 2
@@ -169,7 +169,7 @@ def test_a_gpu_without_a_data_sheet_is_tested_all_the_same(
     device = SimpleNamespace(name="NVIDIA H100 NVL")
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: device)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda _: (9, 0))
-    assert gpu_machine(None) == Machine("h100-80gb", 1, "NVIDIA H100 NVL")
+    assert gpu_machine() == Machine("h100-80gb", 1, "NVIDIA H100 NVL")
     rehearsal = prepare(load_recipe(EXPERTS), Options(processes=1, gpu="h100-80gb"))
     layouts = chosen_layouts(rehearsal.layouts[0], 1, machine_suites(1)[1].patterns)
     assert {one.parallel.engine for one in layouts} == {"ddp", "megatron"}

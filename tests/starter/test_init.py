@@ -189,7 +189,7 @@ def test_a_file_is_written_once(
     Path("mine.yaml").write_text("edited")
     for file, said in (("mine.yaml", "File exists"), ("no/where.yaml", "No such file")):
         err = dmt(*arguments, "--out", file, code=2).err
-        assert f"--out: cannot write {file}: {said}" in err and "Traceback" not in err
+        assert f"dmt: {file}: {said}" in err and "Traceback" not in err
     assert Path("mine.yaml").read_text() == "edited"
 
 

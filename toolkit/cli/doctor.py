@@ -92,7 +92,7 @@ def _check(recipe: Path | None, overrides: list[str], as_json: bool) -> None:
 def _calibrate(out: Path, as_json: bool) -> None:
     from toolkit.doctor import calibrate as calibration
 
-    machine = calibration.this_machine(None)
+    machine = calibration.this_machine()
     calibration.check_known(machine)
     check_out(out, calibration.HEADER)
     speeds = calibration.calibrate(machine)
@@ -107,7 +107,7 @@ def _self_test(out: Path | None, as_json: bool) -> None:
     from toolkit.rehearse.rehearsal import Options
 
     options = Options(limit_s=LIMIT_S)
-    run_self_test(machine_suites, None, out, options, as_json=as_json)
+    run_self_test(machine_suites, out, options, as_json=as_json)
 
 
 _MARKS: dict[Level, tuple[str, str]] = {

@@ -47,7 +47,7 @@ Steps = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option(min=1, max=64, help="At a time, at most; default: 4, or every GPU."),
+    typer.Option(min=1, max=64, help="At a time on CPUs, at most; default: 4."),
 ]
 OnDevice = Annotated[
     Literal["cpu", "gpu"],
@@ -98,7 +98,11 @@ def rehearse(
             "--on": (on == "gpu", not gpu, "without --gpu, which needs no GPUs"),
             "--layouts": (layouts, not gpu, "without --gpu: the recipe's own layout is run"),
             "--steps": (steps, not gpu, "without --gpu, which runs two steps"),
-            "--processes": (processes, not gpu, "without --gpu: each rank runs by itself"),
+            "--processes": (
+                processes,
+                on == "cpu" and not gpu,
+                "on CPUs; CUDA_VISIBLE_DEVICES picks GPUs",
+            ),
             "--out": (out, on == "gpu", "with --on gpu"),
             "--cluster": (cluster, gpu, "with --gpu"),
         }
@@ -114,7 +118,7 @@ def rehearse(
         _in_every_layout(loaded, patterns, options, as_json=as_json)
         return
     suite = Suite(loaded, NUMBERS[: 3 if loaded.kernels.fp8 else 2], patterns)
-    run_self_test(lambda _: [suite], processes, out, options, as_json=as_json)
+    run_self_test(lambda _: [suite], out, options, as_json=as_json)
 
 
 def _in_every_layout(

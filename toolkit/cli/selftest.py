@@ -22,7 +22,6 @@ _COLOURS = {"ok": "green", "skipped": "dim", "failed": "bold red"}
 
 def run_self_test(
     suites_of: Callable[[int], Sequence[Suite]],
-    processes: int | None,
     out: Path | None,
     options: Options,
     *,
@@ -33,7 +32,7 @@ def run_self_test(
     `suites_of` gives the suites for a number of GPUs. If a part failed, exits with 4 and keeps
     its runs.
     """
-    machine, out = gpu_machine(processes), out or Path("dmt-selftest.md")
+    machine, out = gpu_machine(), out or Path("dmt-selftest.md")
     check_out(out, MARK)
     folder = Path(tempfile.mkdtemp(prefix="dmt-selftest-"))
     began, checks = time.monotonic(), list[Check]()

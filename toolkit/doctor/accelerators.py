@@ -55,11 +55,6 @@ def check(needs: Needs) -> Iterator[Finding]:
     yield from _devices(torch, needs)
     if torch["nccl"] is not None:
         yield Finding("NCCL", "ok", torch["nccl"])
-    elif torch["devices"] or needs.gpu:
-        yield lacking(
-            "NCCL", "not in this torch", cost="GPUs cannot talk to each other", fix=_REINSTALL,
-            needed_by=needs.gpu,
-        )  # fmt: skip
 
 
 def _devices(torch: Mapping[str, Any], needs: Needs) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from toolkit.doctor.speeds import Speeds
-from toolkit.errors import EXIT_DONE, BackendUnavailable, PlanError, RunFailed
+from toolkit.errors import EXIT_DONE, BackendUnavailable, RunFailed
 from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
@@ -37,25 +37,12 @@ class Machine:
     """The GPU's own name where `gpu` is the catalogue's closest (`closest`)."""
 
 
-def this_machine(processes: int | None) -> Machine:
-    """This machine with `processes` processes. By default one per GPU, or two on a CPU.
-
-    Raises PlanError for more processes than GPUs or cores.
-    """
-    cores = len(os.sched_getaffinity(0))
-    name, most, of = "cpu", cores, "cores"
-    usual = min(2, cores)
+def this_machine() -> Machine:
+    """This machine with one process per GPU, or at most two on a CPU."""
     if torch.cuda.is_available():
-        properties = torch.cuda.get_device_properties(0)
-        name = name_of_device(properties.name)
-        most, of = torch.cuda.device_count(), "GPUs"
-        usual = most
-    if processes is not None and not 1 <= processes <= most:
-        raise PlanError(
-            f"--processes: found {processes}; allowed: 1 to {most}, this machine's {of}",
-            fix=f"--processes {most}",
-        )
-    return Machine(name, processes or usual)
+        name = name_of_device(torch.cuda.get_device_properties(0).name)
+        return Machine(name, torch.cuda.device_count())
+    return Machine("cpu", min(2, len(os.sched_getaffinity(0))))
 
 
 def check_known(machine: Machine, option: str = "--calibrate") -> None:

@@ -1,13 +1,10 @@
 """Python and packages: versions, and whether they can be imported."""
 
 import platform
-import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from importlib import metadata
 from itertools import chain
-from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
@@ -17,7 +14,7 @@ import toolkit
 from toolkit.backend import BACKENDS
 from toolkit.doctor.finding import Finding, ask_python, is_installed, lacking
 from toolkit.doctor.needs import Needs
-from toolkit.system.install import NAME, plain
+from toolkit.system.install import plain, requirements
 
 _OWN = ("torch", "transformers", "accelerate", "datasets", "wandb", "safetensors")
 """Packages of every installation, besides those of the engines."""
@@ -45,7 +42,8 @@ def check(needs: Needs) -> Iterator[Finding]:
 
 
 def _package(name: str, needed_by: str | None) -> Finding:
-    requirement = _stated().get(name, Requirement(name))
+    stated = {one.name: one for one in chain(*requirements().values())}
+    requirement = stated.get(name, Requirement(name))
     # flash-attn and Transformer Engine are compiled against the torch that is there.
     option = "--no-build-isolation " * (name in _COMPILED)
     fix, version = f"pip install {option}'{plain(requirement)}'", _version(name)
@@ -95,20 +93,3 @@ def _version(name: str) -> Version | None:
         return None
     except InvalidVersion:
         return Version("0")
-
-
-@cache
-def _stated() -> Mapping[str, Requirement]:
-    """The packages that DMT's own project file asks for.
-
-    In a checkout the file is read, otherwise what pip kept of it.
-    """
-    file = Path(toolkit.__file__).parent.parent / "pyproject.toml"
-    if file.is_file():
-        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        lines = [*project["dependencies"], *chain(*project["optional-dependencies"].values())]
-    else:
-        lines = metadata.requires(NAME) or []
-    # pip keeps an extra's own with a marker (`; extra == "ray"`), which is none of a fix.
-    requirements = [Requirement(line.partition(";")[0]) for line in lines]
-    return {one.name: one for one in requirements}

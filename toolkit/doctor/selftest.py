@@ -97,13 +97,12 @@ def machine_suites(processes: int) -> list[Suite]:
     ]
 
 
-def gpu_machine(processes: int | None) -> Machine:
+def gpu_machine() -> Machine:
     """This machine's GPUs.
 
-    Raises BackendUnavailable without a GPU, or with one older than all of the hardware
-    catalogue; PlanError for more processes than GPUs.
+    Raises BackendUnavailable without a GPU, or as `closest` does.
     """
-    machine = this_machine(processes)
+    machine = this_machine()
     if machine.gpu == "cpu":
         raise BackendUnavailable(
             "the self-test needs a GPU, and torch sees none on this machine",

@@ -1,7 +1,6 @@
-"""Disks, shared memory and the limits of this process."""
+"""Disks and shared memory."""
 
 import os
-import resource
 import shlex
 import shutil
 from collections.abc import Iterator
@@ -17,16 +16,14 @@ LEAST_BYTES = 64 * 2**20
 LEAST_SHARED_BYTES = 512 * 2**20
 """NCCL takes about 10 MB per channel and pair of ranks (NVIDIA/nccl#342). A container has
 64 MiB by default."""
-LEAST_LOCKED_BYTES = 2**30
 
 
 def check(needs: Needs) -> Iterator[Finding]:
-    """The run directory's disk, the NVMe folder, shared memory and limits."""
+    """The run directory's disk, the NVMe folder and shared memory."""
     yield _disk(needs)
     if needs.nvme is not None:
         yield _nvme(needs.nvme)
     yield from _shared_memory(Path("/dev/shm"), needs)
-    yield from _locked_memory(needs)
 
 
 def _disk(needs: Needs) -> Finding:
@@ -79,15 +76,3 @@ def _shared_memory(folder: Path, needs: Needs) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield Finding(str(folder), "ok", text)
-
-
-def _locked_memory(needs: Needs) -> Iterator[Finding]:
-    # InfiniBand and DeepSpeed's asynchronous I/O pin memory.
-    pinning = needs.ops.get("async_io") or (needs.several_machines if needs.gpu else None)
-    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if pinning and locked != resource.RLIM_INFINITY and locked < LEAST_LOCKED_BYTES:
-        yield Finding(
-            "locked memory", "warning", byte_size(locked), needed_by=pinning,
-            cost="InfiniBand and NVMe offload cannot pin their buffers",
-            fix="ulimit -l unlimited; in a container: docker run --ulimit memlock=-1 …",
-        )  # fmt: skip

@@ -4,6 +4,7 @@
 """
 
 import tomllib
+from collections.abc import Mapping, Sequence
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
@@ -18,23 +19,27 @@ NAME = "dmt-train"
 _CHECKOUT = Path(toolkit.__file__).parents[1]
 
 
-def install(extra: str) -> str:
-    """The command that installs the packages of an optional part, e.g. `8bit`."""
+def requirements() -> Mapping[str, Sequence[Requirement]]:
+    """DMT's requirements by optional part. The empty name has those of every installation. They
+    are read from the project file in a checkout, otherwise from what pip kept of it."""
     file = _CHECKOUT / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        wanted = [Requirement(line) for line in project["optional-dependencies"][extra]]
-    else:
-        every = map(Requirement, metadata.requires(NAME) or ())
-        wanted = [
-            one
-            for one in every
-            if one.marker
-            and one.marker.evaluate({"extra": extra})
-            # `evaluate` is also true of what the part does not decide.
-            and not one.marker.evaluate({"extra": ""})
-        ]
-    return f"pip install {' '.join(repr(plain(one)) for one in wanted)}"
+        texts = {"": project["dependencies"], **project["optional-dependencies"]}
+        return {extra: [*map(Requirement, lines)] for extra, lines in texts.items()}
+    about = metadata.metadata(NAME)
+    every = [*map(Requirement, about.get_all("Requires-Dist") or ())]
+    always = [one for one in every if not one.marker or one.marker.evaluate({"extra": ""})]
+    others = [one for one in every if one not in always]
+    return {"": always} | {
+        extra: [one for one in others if one.marker and one.marker.evaluate({"extra": extra})]
+        for extra in about.get_all("Provides-Extra") or ()
+    }
+
+
+def install(extra: str) -> str:
+    """The command that installs the packages of an optional part, e.g. `8bit`."""
+    return f"pip install {' '.join(repr(plain(one)) for one in requirements()[extra])}"
 
 
 def optional(module: str, extra: str, what: str, otherwise: str = "") -> Any:
