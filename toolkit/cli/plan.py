@@ -69,12 +69,16 @@ def plan(
     Example: `dmt plan llama-3.1-8b-pretrain --cluster 4x8xh100-80gb`
     """
     places: list[Cluster | None] = [find_cluster(text) for text in clusters]
-    if flags is not None:
-        _print_flags(recipes, overrides, places)
-        return
     planned = [
         _planned(path, overrides, place) for path in recipes for place in places or [None]
     ]
+    if flags is not None:
+        from toolkit.foreign.megatron_flags import layout_flags
+
+        if len(planned) > 1:
+            raise PlanError("--flags: one recipe on one cluster", fix="plan them one by one")
+        tell(layout_flags(planned[0].recipe, planned[0].plan), sys.stdout)
+        return
     if len(planned) > 1:
         every = [_machine_output(one, explain) for one in planned] if as_json else []
         output(as_json, {"comparison": every}, plan_tables.comparison(planned))
@@ -84,17 +88,6 @@ def plan(
     output(as_json, data, _lines(one, explain))
     if not one.search.fits:
         raise typer.Exit(EXIT_USER_ERROR)
-
-
-def _print_flags(
-    recipes: Sequence[Path], overrides: Sequence[str], places: Sequence[Cluster | None]
-) -> None:
-    from toolkit.foreign.megatron_flags import layout_flags
-
-    if len(recipes) > 1 or len(places) > 1:
-        raise PlanError("--flags: one recipe on one cluster", fix="plan them one by one")
-    planned = _planned(recipes[0], overrides, places[0] if places else None)
-    tell(layout_flags(planned.recipe, planned.plan), sys.stdout)
 
 
 def _planned(path: Path, overrides: Sequence[str], cluster: Cluster | None) -> Planned:
@@ -180,12 +173,8 @@ def _lines(planned: Planned, explain: bool) -> Iterator[str | Text]:
     for reason in plan.reasons:
         if "WARNING" in reason:
             yield Text(f"  {reason}", "yellow")
-    yield _labelled("why", why(found).partition(": ")[2])
-    yield _labelled("exact but for", named(entries))
-
-
-def _labelled(label: str, value: str) -> Text:
-    return Text.assemble((f"  {label}  ", "dim"), value)
+    yield _fact("why", why(found).partition(": ")[2])
+    yield _fact("exact but for", named(entries))
 
 
 def _facts(planned: Planned) -> Iterator[Text]:
@@ -222,7 +211,7 @@ def _facts(planned: Planned) -> Iterator[Text]:
 
 
 def _fact(label: str, value: str) -> Text:
-    return Text.assemble((f"  {label:<9}", "dim"), value)
+    return Text.assemble((f"  {label:<7}  ", "dim"), value)
 
 
 def _memory(found: Estimate) -> Iterator[Text]:

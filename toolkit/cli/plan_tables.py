@@ -82,9 +82,7 @@ def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
         "tok/s/GPU": lambda one: _or_dash(one.plan.tokens_per_s_per_gpu, "{:,.0f}".format),
         "MFU": lambda one: _or_dash(one.plan.mfu, "{:.1%}".format),
     }
-    if same := len({one.recipe.name for one in planned}) == 1:
-        del columns["recipe"]
-    header, *lines = Table(columns, left=2 - same).lines(planned)
+    header, *lines = Table(columns, left=2).lines(planned)
     yield header
     for one, line in zip(planned, lines, strict=True):
         yield line

@@ -9,16 +9,15 @@ and writes the result.
 
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.utils.benchmark import Timer
 
 from toolkit.engines.distributed import Ranks, end_process, join, leave
 from toolkit.errors import EXIT_DONE, EXIT_FAILED
@@ -26,8 +25,8 @@ from toolkit.text.terminal import tell
 
 BUDGET_S = 2.5
 """How long one quantity is measured."""
-REPEATS = range(3, 101)
-"""How often an operation is repeated at least and at most."""
+COLLECTIVES = 20
+"""How often a collective is repeated."""
 PARTS = 8
 """The first product has factors with one in so many rows and columns."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -70,27 +69,18 @@ class Bench:
         self.device = ranks.device
         self.world = ranks.world
 
-    def seconds(self, operation: Callable[[], object]) -> float:
-        """Median of several runs after a first one, averaged over the ranks."""
-        once = self._time(operation)
-        slowest = self._combined(min(once, self._time(operation)), dist.ReduceOp.MAX)
-        repeats = max(REPEATS.start, min(int(BUDGET_S / slowest), REPEATS.stop - 1))
-        typical = median(self._time(operation) for _ in range(repeats))
-        return self._combined(typical, dist.ReduceOp.SUM) / self.world
-
-    def _time(self, operation: Callable[[], object]) -> float:
+    def seconds(self, operation: Callable[[], object], repeats: int = 0) -> float:
+        """Seconds of an operation, averaged over the ranks. A collective is repeated equally
+        often on all ranks, others for BUDGET_S."""
+        threads = torch.get_num_threads()
+        timer = Timer("run()", globals={"run": operation}, num_threads=threads)
         dist.barrier()
-        started = time.perf_counter()
-        operation()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter() - started
-
-    def _combined(self, value: float, how: dist.ReduceOp.RedOpType) -> float:
-        """The average of a number over all ranks."""
-        tensor = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor, op=how)
-        return float(tensor)
+        found = (
+            timer.timeit(repeats) if repeats else timer.blocked_autorange(min_run_time=BUDGET_S)
+        )
+        total = torch.tensor(found.median, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return float(total) / self.world
 
 
 def measure(ranks: Ranks, sizes: Sizes, tell: Callable[[str], None]) -> Speeds:
@@ -142,7 +132,7 @@ def _all_reduce(bench: Bench, nbytes: int) -> float:
     """Bytes per second between neighbours. A ring of n ranks moves 2 (n - 1) / n of the data
     (Thakur et al. 2005)."""
     large = torch.zeros(nbytes // 4, device=bench.device)
-    seconds = bench.seconds(lambda: dist.all_reduce(large))
+    seconds = bench.seconds(lambda: dist.all_reduce(large), COLLECTIVES)
     return 2 * (bench.world - 1) / bench.world * nbytes / seconds
 
 
