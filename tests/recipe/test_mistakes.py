@@ -265,7 +265,7 @@ MISTAKES = {
     ),
     "pretrained without hub": M("model.init: pretrained", "hub:", "model.hub"),
     "bad model config": M(
-        "model.config.hidden_size: 66", "use 3", "model.config.num_attention_heads",
+        "model.config.hidden_size: 66", "change num_att", "model.config.num_attention_heads",
     ),
     "unknown model config key": M("model.config.hidden_sise: 64", "hidden_size"),
     "sequence too long": M("training.sequence_length: 256", "to 128"),

@@ -22,8 +22,7 @@ def parameter_groups(
 
     Each of `parameters` comes with the checkpoint tensors that it consists of. Norm weights and
     biases are exactly the parameters with one dimension, and the stacked biases of experts.
-    Under ZeRO-3 a parameter's own shape is empty and `ds_shape` holds the real one. Raises
-    RecipeError where the tensors of one parameter belong to groups with different multipliers.
+    Under ZeRO-3 a parameter's own shape is empty and `ds_shape` holds the real one.
     """
     found: dict[Multipliers, list[nn.Parameter]] = {}
     for parameter, tensors in parameters:

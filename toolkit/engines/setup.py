@@ -12,7 +12,7 @@ from toolkit.errors import RecipeError
 from toolkit.layout import Layout
 from toolkit.models.adapters.lora import Lora, lora_of
 from toolkit.models.families import MegatronModel
-from toolkit.models.frozen import frozen_names
+from toolkit.models.frozen import matching
 from toolkit.models.routers import balance_problems
 from toolkit.objectives import Objective
 from toolkit.plan.plan import Plan
@@ -108,8 +108,8 @@ class EngineSetup:
 
         The plan's attention and expert implementations are set in `model_config`. `weights`
         include those of the adapters. Raises PlanError if the loaded `model_config` is not the
-        planned one, RecipeError if `model.freeze`, `model.balance` or `adapter.targets` does
-        not suit the model.
+        planned one, RecipeError if `model.balance` or `adapter.targets` does not suit the
+        model.
         """
         from toolkit.models import documents
         from toolkit.models.huggingface import EXPERTS
@@ -117,7 +117,7 @@ class EngineSetup:
 
         parts = [part for one in weights.shapes.items() for part in checkpoint_names(*one)]
         names = [part.name for part in parts]
-        frozen = frozen_names(recipe.model.freeze, names)
+        frozen = matching(recipe.model.freeze, names)
         lora = lora_of(recipe.adapter, model_config.to_dict())
         if lora is not None:
             frozen = frozenset(names) - lora.shapes.keys()

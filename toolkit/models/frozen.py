@@ -8,13 +8,16 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from toolkit.errors import Problem, RecipeError
+from toolkit.errors import Problem
 from toolkit.models.families import MegatronModel, mapped, model_spec
 from toolkit.models.families.base import Instance
 from toolkit.models.spec import FrozenParameters, ModelSpec
 from toolkit.text.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from torch import nn
 
 KEY = "model.freeze"
 Value = TypeVar("Value")
@@ -26,16 +29,6 @@ _STACKED = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts)\.\d+\.(.+)")
 def matching(patterns: Sequence[str], names: Iterable[str]) -> frozenset[str]:
     """The names that any of the patterns matches."""
     return frozenset(n for n in names if any(fnmatchcase(n, pattern) for pattern in patterns))
-
-
-def frozen_names(patterns: Sequence[str], names: Collection[str]) -> frozenset[str]:
-    """The names of the tensors that do not train, of all `names` of a model's checkpoint.
-
-    Raises RecipeError for a pattern that matches none, and if nothing would train.
-    """
-    if found := [*problems(patterns, names)]:
-        raise RecipeError(found)
-    return matching(patterns, names)
 
 
 def problems(patterns: Sequence[str], names: Collection[str]) -> Iterator[Problem]:
@@ -81,19 +74,20 @@ def mixed_problems(
             return
 
 
-def value_of_parameter(
-    key: str, value_of: Callable[[str], Value], tensors: Collection[str]
-) -> Value:
-    """The value that the setting `key` gives the parameter of these tensors. Raises RecipeError
-    if they have different ones."""
-    if found := [*mixed_problems(key, value_of, [tensors])]:
-        raise RecipeError(found)
-    return value_of(min(tensors))
+def value_of_parameter(value_of: Callable[[str], Value], tensors: Iterable[str]) -> Value:
+    """The value that a setting gives the parameter of these tensors. A plan has refused
+    different ones."""
+    (value,) = {value_of(tensor) for tensor in tensors}
+    return value
 
 
-def is_frozen(frozen: frozenset[str], tensors: Collection[str]) -> bool:
-    """Whether the parameter of these tensors is frozen. Raises RecipeError if only some are."""
-    return value_of_parameter(KEY, frozen.__contains__, tensors)
+def freeze(
+    parameters: Iterable[tuple["nn.Parameter", Iterable[str]]], frozen: frozenset[str]
+) -> None:
+    """Freeze the parameters, each given with its tensors, that consist of `frozen` ones."""
+    for parameter, tensors in parameters:
+        if value_of_parameter(frozen.__contains__, tensors):
+            parameter.requires_grad_(False)
 
 
 def fused(model: MegatronModel) -> list[frozenset[str]]:

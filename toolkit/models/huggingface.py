@@ -32,7 +32,6 @@ from toolkit.models import documents, liger
 from toolkit.models.context import Context
 from toolkit.models.families import model_spec
 from toolkit.models.families.arguments import rope_type_of
-from toolkit.models.frozen import is_frozen
 from toolkit.models.hub import asks_to_run_code, runs_code
 from toolkit.models.log_probs import in_chunks, label_log_probs
 from toolkit.models.model import is_dropout, read
@@ -342,16 +341,6 @@ class _Decoded(nn.Module):
 
     def forward(self, *_: object, **__: object) -> object:
         return self._output
-
-
-def freeze(model: nn.Module, frozen: frozenset[str]) -> None:
-    """Freeze the parameters that consist of these checkpoint tensors.
-
-    Raises RecipeError for a parameter of which only a part is frozen.
-    """
-    for parameter, tensors in tensors_of(model):
-        if is_frozen(frozen, tensors):
-            parameter.requires_grad_(False)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:

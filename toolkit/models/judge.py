@@ -280,24 +280,15 @@ def _head_problems(config: Mapping[str, Any], cls: type[PretrainedConfig]) -> It
     sizes = ("head_dim", "qk_rope_head_dim")
     sized = any(config.get(size) or getattr(cls, size, None) for size in sizes)
     if cls.model_type in FAMILIES and not sized and _whole(hidden, heads) and hidden % heads:
-        allowed, fix = f"a divisor of {names[0]} ({hidden})", _divisor_near(hidden, heads)
+        allowed, fix = f"a divisor of {names[0]} ({hidden})", f"change {names[1]} or {names[0]}"
         yield Problem(names[1], shown(heads), allowed, fix)
     elif names[2] in config and _whole(heads, groups) and heads % groups:
-        allowed, fix = f"a divisor of {names[1]} ({heads})", _divisor_near(heads, groups)
+        allowed, fix = f"a divisor of {names[1]} ({heads})", f"change {names[2]}"
         yield Problem(names[2], shown(groups), allowed, fix)
 
 
 def _whole(*sizes: object) -> bool:
     return all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in sizes)
-
-
-def _divisor_near(number: int, wanted: int) -> str:
-    """The fix that names the divisor of `number` nearest to `wanted`, if one is near."""
-    for step in range(min(wanted, 4096)):
-        for candidate in (wanted - step, wanted + step):
-            if number % candidate == 0:
-                return f"use {candidate}"
-    return ""
 
 
 @contextmanager

@@ -23,9 +23,8 @@ class Multipliers(NamedTuple):
 
 
 def multipliers(groups: Sequence[ParameterGroup], tensors: Collection[str]) -> Multipliers:
-    """Multipliers of the parameter of these checkpoint tensors. Raises RecipeError if they have
-    different ones: a parameter is updated as a whole."""
-    return value_of_parameter(KEY, partial(of_tensor, groups), tensors)
+    """Multipliers of the parameter of these checkpoint tensors, which is updated as a whole."""
+    return value_of_parameter(partial(of_tensor, groups), tensors)
 
 
 def of_tensor(groups: Sequence[ParameterGroup], tensor: str) -> Multipliers:

@@ -22,7 +22,7 @@ from toolkit.models import huggingface as hf
 from toolkit.models.adapters.huggingface import inject
 from toolkit.models.adapters.lora import lora_of
 from toolkit.models.adapters.weights import first_weights
-from toolkit.models.frozen import matching
+from toolkit.models.frozen import freeze, matching
 from toolkit.models.routers import is_router, outcome
 from toolkit.models.types import SCORES
 from toolkit.models.weights import is_correction_bias
@@ -48,7 +48,7 @@ def plain_run(
     hf.fill(model, first_weights(recipe, config))
     names = hf.checkpoint_shapes(config)
     everything = ("*",) if recipe.adapter is not None else recipe.model.freeze
-    hf.freeze(model, matching(everything, names))
+    freeze(hf.tensors_of(model), matching(everything, names))
     fp8.convert(model, recipe.kernels.fp8)
     model.train()
     optimizers = _optimizers(model, recipe.optimizer)

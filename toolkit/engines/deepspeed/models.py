@@ -30,6 +30,7 @@ from toolkit.layout import DTYPES
 from toolkit.models import huggingface as hf
 from toolkit.models.adapters.huggingface import inject
 from toolkit.models.context import Context
+from toolkit.models.frozen import freeze
 from toolkit.models.weights import WeightSource
 from toolkit.system.interpreter import hidden
 
@@ -103,7 +104,7 @@ class TransformersModel(TrainedModel):
     def __init__(self, setup: EngineSetup, context: Context | None) -> None:
         self.config, self.weights = setup.model_config, setup.weights
         model = _build_transformers(setup)
-        hf.freeze(model, setup.frozen)
+        freeze(hf.tensors_of(model), setup.frozen)
         setup.settle_kernels(model)
         hf.enable_recompute(model, setup.layout.recompute)
         self.module = model

@@ -45,6 +45,7 @@ from toolkit.engines.setup import EngineSetup
 from toolkit.layout import DTYPES
 from toolkit.models import huggingface as hf
 from toolkit.models.adapters.huggingface import inject
+from toolkit.models.frozen import freeze
 
 
 class FsdpEngine(totals.LogProbEngine):
@@ -68,7 +69,7 @@ class FsdpEngine(totals.LogProbEngine):
         """Ranks among which a parameter is sharded."""
         self.model = hf.meta_model(setup.model_config)
         inject(self.model, setup.lora)
-        hf.freeze(self.model, setup.frozen)
+        freeze(hf.tensors_of(self.model), setup.frozen)
         unmanaged = self._hold_frozen(getattr(torch, DTYPES[setup.precision]))
         setup.settle_kernels(self.model)
         self.balance = Balance.of_transformers(setup, self.model, self.context)

@@ -75,7 +75,7 @@ def import_checkpoint(
     # It names the commit of the data, which a launch would look up anew.
     write(assignment, ["dmt", *sys.argv[1:]])
     folder = run.checkpoints / folder_name(state.step)
-    for note in _notes(state, recipe, consumed):
+    for note in _notes(state, consumed):
         tell(f"note: {note}")
     size = byte_size(manifest.nbytes)
     tell(f"wrote {folder}: step {state.step:,} of {form.TITLE}, {size}", sys.stdout)
@@ -191,17 +191,11 @@ def _write(
     return manifest
 
 
-def _notes(state: ForeignState, recipe: Recipe, consumed: int) -> Iterator[str]:
+def _notes(state: ForeignState, consumed: int) -> Iterator[str]:
     if state.consumed_samples is None:
         yield "it does not state its samples: they are those of as many steps of the recipe"
     yield (
         f"data: continues after sample {consumed:,} of the recipe's data; which of them the "
         "other tool has seen is not in its checkpoint"
     )
-    total = recipe.total_steps()
-    if total is not None and state.step >= total:
-        yield f"step {state.step:,} of {total:,}: nothing is left to train"
-    planned = total and total * recipe.training.global_batch_size
-    if planned is not None and consumed > planned:
-        yield f"{consumed:,} samples are more than the {planned:,} of the recipe's whole run"
     yield from state.notes

@@ -5,7 +5,7 @@ dict that `get_state_dict` returns, a parameter's moments are at `state.NAME.exp
 program that saves chooses its own prefix of these names.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,8 @@ def read(folder: Path, model: RecipeModel) -> ForeignState:
     readers = [Reader(one) for one in ([folder] if whole else map(folder.joinpath, ACCELERATE))]
     stored = {key: reader for reader in readers for key in reader.tensors}
     names = model.parameters
-    weights = _prefix_of_weights(folder, stored, next(iter(names)))
-    states = _prefix_of_states(folder, stored, names)
+    weights = _prefix(folder, stored, [*names], "weights")
+    states = _prefix(folder, stored, [f"{name}.{MOMENTS[0]}" for name in names], "moments")
     groups = _groups(readers, states)
     steps = [key for name in names if (key := f"{states}{name}.{STEP}") in stored]
     step = updates({count(stored[key].read(key), key) for key in steps})
@@ -65,37 +65,20 @@ def read(folder: Path, model: RecipeModel) -> ForeignState:
     return ForeignState(step, step, parameters, groups, notes=tuple(notes))
 
 
-def _prefix_of_weights(where: Path, stored: Stored, name: str) -> str:
-    """The prefix of the parameters' names."""
-    found = {key.removesuffix(name) for key in stored if key.endswith(name)}
-    found = {one for one in found if one == "" or one.endswith(".")}
-    if len(found) != 1:
-        raise CheckpointError(
-            f"{where} holds {len(found) or 'no'} tensors that end in {name}: "
-            f"{', '.join(sorted(found or stored)[:3])}, …",
-            fix="state its model in model.config; parameters are found by transformers' names",
-        )
-    return found.pop()
-
-
-def _prefix_of_states(where: Path, stored: Stored, names: Shapes) -> str:
-    """The prefix of the parameters' names in the keys of their moments."""
-    first, second = MOMENTS
-    found = set()
-    for key in stored:
-        parts = key.removesuffix(f".{first}").split(".")
-        if f"{'.'.join(parts)}.{second}" in stored and key.endswith(f".{first}"):
-            ends = [n for n in range(1, len(parts)) if ".".join(parts[n:]) in names]
-            found |= {".".join(parts[:n]) for n in ends[:1]}
-    if len(found) > 1:
-        raise CheckpointError(f"{where} holds the states of several optimizers: {found}")
-    if not found:
-        raise CheckpointError(
-            f"{where} holds no states of AdamW",
-            fix="save the optimizer, too: get_state_dict(model, optimizer) returns both; "
-            "weights alone are exported with torch's dcp_to_torch_save",
-        )
-    return f"{found.pop()}."
+def _prefix(where: Path, stored: Stored, ends: Collection[str], what: str) -> str:
+    """The prefix of the first of these `ends` that any key has. Raises CheckpointError if none
+    has, or if it has several prefixes."""
+    for end in ends:
+        keys = [key for key in stored if key == end or key.endswith(f".{end}")]
+        if len(keys) > 1:
+            raise CheckpointError(f"{where} holds {what} of several models: {', '.join(keys)}")
+        if keys:
+            return keys[0].removesuffix(end)
+    raise CheckpointError(
+        f"{where} holds no {what} under transformers' names: {', '.join(sorted(stored)[:3])}",
+        fix="state its model in model.config, and save the optimizer, too: get_state_dict("
+        "model, optimizer) returns both; dcp_to_torch_save exports weights alone",
+    )
 
 
 def _parameters(

@@ -10,9 +10,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
+from toolkit.models import frozen as frozen_parameters
 from toolkit.models.families import MegatronModel
 from toolkit.models.families.tensors import Block, blocks
-from toolkit.models.frozen import is_frozen
 from toolkit.models.megatron.model import GPTChunk
 from toolkit.models.weights import WeightSource
 
@@ -155,13 +155,8 @@ def tensors_of(
 
 
 def freeze(chunks: Sequence[GPTChunk], model: MegatronModel, frozen: frozenset[str]) -> None:
-    """Freeze the parameters that consist of these checkpoint tensors.
-
-    Raises RecipeError for a parameter of which only a part is frozen.
-    """
-    for parameter, tensors in tensors_of(chunks, model):
-        if is_frozen(frozen, tensors):
-            parameter.requires_grad_(False)
+    """Freeze the parameters that consist of these checkpoint tensors."""
+    frozen_parameters.freeze(tensors_of(chunks, model), frozen)
     for chunk in chunks:
         if frozen and chunk.pre_process and chunk.config.recompute_granularity == "full":
             chunk.embedding.register_forward_hook(_let_recompute)
