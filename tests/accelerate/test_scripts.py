@@ -27,10 +27,11 @@ from toolkit.recipe.schema import ScheduleSection
 from toolkit.train.schedule import learning_rate
 
 TINY = ROOT / "recipes" / "tiny" / "llama-bytes.yaml"
+FSDP = "parallel.engine=fsdp"
 SAME = 1e-6
 """Largest relative difference between losses in fp32; 5e-8 measured."""
 SAME_BF16 = 1e-3
-ONE_RANK = ["cluster.gpus_per_node=1", "parallel.engine=fsdp", "training.precision=bf16"]
+ONE_RANK = ["cluster.gpus_per_node=1", FSDP, "training.precision=bf16"]
 RUNS = {
     "own loop, zero2": "zero2",
     "own loop, zero3": "zero3",
@@ -119,21 +120,36 @@ def test_the_schedule_of_a_plain_trainer(name: Any, smallest: float) -> None:
         assert min(around) - 1e-9 <= rates[step] <= max(around) + 1e-9, step
 
 
-def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accelerate's MULTI_CPU, for one, starts one process where two were asked for."""
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(PlanError, match=r"has 1 node\(s\) with 2 .* the launcher started 1"):
-        planned_for_launcher(TINY, [])
+@pytest.mark.parametrize(
+    ("environ", "overrides", "said"),
+    [
+        # Accelerate's MULTI_CPU, for one, starts one process where two were asked for.
+        ({"WORLD_SIZE": "1"}, [], r"has 1 node\(s\) with 2 .* the launcher started 1"),
+        # axolotl#394, a stray Accelerate configuration switched FSDP on.
+        ({"ACCELERATE_USE_FSDP": "true"}, [], "is configured for fsdp, .* engine deepspeed"),
+        # It would replicate what the plan shards, whatever plugin the script passes.
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}, [FSDP], "USE_PARALLELISM_CONFIG=true"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, [FSDP], "ACCELERATE_USE_MEGATRON_LM=true"),
+        ({}, ["training.stepz=3"], r"training\.stepz"),
+        ({}, ["parallel.model=megatron"], "which an Accelerate script cannot run"),
+    ],
+)
+def test_what_disagrees_with_the_launcher_is_refused(
+    environ: dict[str, str],
+    overrides: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in {"WORLD_SIZE": "2", **environ}.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises((PlanError, RecipeError), match=said):
+        planned_for_launcher(TINY, overrides)
 
 
-def test_a_file_for_another_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """axolotl#394, a stray Accelerate configuration switched FSDP on."""
+def test_a_file_for_the_plans_engine_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(PlanError, match=r"is configured for fsdp, .* the engine deepspeed"):
-        planned_for_launcher(TINY, [])
-    _, plan = planned_for_launcher(TINY, ["parallel.engine=fsdp"])
-    assert plan.engine == "fsdp"
+    assert planned_for_launcher(TINY, [FSDP])[1].engine == "fsdp"
 
 
 def test_variables_neither_compile_nor_offload(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,49 +179,25 @@ def test_variables_neither_compile_nor_offload(monkeypatch: pytest.MonkeyPatch) 
     assert "ACCELERATE_DYNAMO_BACKEND=INDUCTOR (kernels.compile decides)" in ended.stderr
 
 
-@pytest.mark.parametrize("switch", ["PARALLELISM_CONFIG", "MEGATRON_LM"])
-def test_a_mesh_of_accelerates_own_is_refused(
-    switch: str, monkeypatch: pytest.MonkeyPatch
+EARLY = ["evaluation.patience=2", "evaluation.every_steps=5", "parallel.engine=ddp"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "more", "said"),
+    [
+        *(([], {name: {}}, f"^{name} is given, .*: engine deepspeed")
+          for name in ("deepspeed", "fsdp_config", "use_cpu")),
+        (["optimizer.name=muon"], {}, r"optimizer\.name, which TrainingArguments cannot"),
+        (EARLY, {}, r"evaluation\.patience, which Training"),
+        (["optimizer.groups=[{parameters: ['*'], lr_mult: 0.5}]"], {}, r"optimizer\.groups"),
+        ([FSDP], {}, "a Trainer on CPUs would not shard"),
+    ],
+)  # fmt: skip
+def test_what_no_argument_may_state_is_refused(
+    overrides: list[str], more: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would replicate what the plan shards, whatever plugin the script passes."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv(f"ACCELERATE_USE_{switch}", "true")
-    with pytest.raises(PlanError, match=f"ACCELERATE_USE_{switch}=true") as caught:
-        planned_for_launcher(TINY, ["parallel.engine=fsdp"])
-    assert f"unset ACCELERATE_USE_{switch}" in caught.value.fix
-
-
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp_config", "use_cpu"])
-def test_an_engine_of_the_arguments_own_is_refused(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PlanError, match=f"^{name} is given, .*: engine deepspeed") as caught:
-        training_arguments(TINY, output_dir="out", **{name: {}})
-    assert f"leave {name} out" in caught.value.fix
-
-
-def test_an_engine_of_the_accelerators_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PlanError, match=said):
+        training_arguments(TINY, overrides, output_dir="out", **more)
     with pytest.raises(PlanError, match=r"^cpu is given"):
         prepare(TINY, cpu=True)
-
-
-def test_mistakes_and_megatron_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RecipeError, match=r"training\.stepz"):
-        planned_for_launcher(str(TINY), ["training.stepz=3"])
-    with pytest.raises(
-        PlanError, match=r"optimizer\.name, which TrainingArguments cannot state"
-    ):
-        training_arguments(TINY, ["optimizer.name=muon"], output_dir="out")
-    with pytest.raises(PlanError, match=r"evaluation\.patience, which Training"):
-        early = "evaluation.patience=2"
-        overrides = [early, "evaluation.every_steps=5", "parallel.engine=ddp"]
-        training_arguments(TINY, overrides, output_dir="out")
-    with pytest.raises(PlanError, match=r"optimizer\.groups, which Training"):
-        training_arguments(TINY, ["optimizer.groups=[{parameters: ['*'], lr_mult: 0.5}]"])
-    with pytest.raises(PlanError, match="which an Accelerate script cannot run"):
-        planned_for_launcher(Path(TINY), ["parallel.model=megatron"])
-    with pytest.raises(PlanError, match="a Trainer on CPUs would not shard"):
-        training_arguments(TINY, ["parallel.engine=fsdp"])

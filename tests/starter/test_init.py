@@ -51,6 +51,9 @@ CONFIG = {
 """A model of 1.1 billion parameters that no recipe is shipped for, as its hub page has it."""
 
 
+CPU = ("--cluster", "1x2xcpu")
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     made = tmp_path / "TinyLlama"
@@ -166,8 +169,6 @@ def test_shipped_recipes_by_name(
     )
     mine = load_recipe(Path("mine.yaml"))
     assert mine.model == load_recipe(Path("llama-3.1-8b-sft")).model
-    Path("short.yaml").write_text("extends: recipes:llama/llama-3.1-8b-sft\nname: mine\n")
-    assert load_recipe(Path("short.yaml")).model == mine.model
     Path("gpt2-124m-pretrain").write_text("name: mine\n")
     dmt("check", "gpt2-124m-pretrain", code=2)
     printed = dmt("plan", "llama-3.1-8b-pretrian", code=2).err
@@ -363,13 +364,6 @@ def test_a_few_rows_make_one_sample(tmp_path: Path, dmt: Dmt) -> None:
     assert "makes 1 sample of 2048 tokens, and 2 processes need one each" in told
 
 
-def test_data_of_another_task(tmp_path: Path, dmt: Dmt) -> None:
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps(ROWS["dpo"]))
-    words = ["llama-bytes", "--cluster", "1x2xcpu", "--task", "sft", "--data", str(data)]
-    assert "--task dpo, or name a file with chat data" in dmt("init", *words, code=2).err
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -387,9 +381,33 @@ def test_data_of_another_task(tmp_path: Path, dmt: Dmt) -> None:
         ),
         (["gpt2-124m", "--cluster", "8xh900"], "cluster.gpu: found 'h900'"),
         (["gpt2-124m", "--cluster", "none.yaml"], "cannot read none.yaml"),
+        # Bytes are right for a new model only.
+        (["TinyLlama", *CPU, "--task", "sft"], "holds no tokenizer"),
+        (["short", *CPU], "training.sequence_length"),
+        (["nothing", *CPU], "config.json"),
+        (["llama-bytes", *CPU, "--task", "sft", "--data", "pairs.jsonl"],
+         "--task dpo, or name a file with chat data"),
+        # Not taken for a text of one document.
+        (["llama-bytes", *CPU, "--data", "empty.jsonl"], "empty.jsonl has no rows that can be"),
+        (["llama-bytes", *CPU, "--data", "broken.jsonl"], "broken.jsonl has no rows that can"),
     ],
-)
-def test_mistakes_are_one_error(arguments: list[str], expected: str, dmt: Dmt) -> None:
+)  # fmt: skip
+@pytest.mark.usefixtures("folder")
+def test_mistakes_are_one_error(
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dmt: Dmt,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "short/config.json": json.dumps(CONFIG | {"max_position_embeddings": 1}),
+        "pairs.jsonl": json.dumps(ROWS["dpo"]), "empty.jsonl": "",
+        "broken.jsonl": '{"text": ', "nothing/x": "",
+    }.items():  # fmt: skip
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
     printed = dmt("init", *arguments, code=2)
     assert expected in printed.err
     assert printed.out == "" and "Traceback" not in printed.err
@@ -407,15 +425,6 @@ def test_columns_of_other_names(tmp_path: Path, dmt: Dmt) -> None:
     assert "instruction: question, output: answer" in proposed
 
 
-@pytest.mark.parametrize("text", ["", '{"text": '])
-def test_data_without_rows(text: str, tmp_path: Path, dmt: Dmt) -> None:
-    """Not taken for a text of one document."""
-    data = tmp_path / "rows.jsonl"
-    data.write_text(text)
-    words = ["llama-bytes", "--cluster", "1xcpu", "--data", data]
-    assert f"{data} has no rows that can be read" in dmt("init", *words, code=2).err
-
-
 def test_a_text_is_one_document(tmp_path: Path, dmt: Dmt) -> None:
     """Nothing of it can be held out. A folder's tokenizer may still be missing."""
     text, file = tmp_path / "all.txt", tmp_path / "recipe.yaml"
@@ -426,16 +435,6 @@ def test_a_text_is_one_document(tmp_path: Path, dmt: Dmt) -> None:
     model = {"model_type": "llama", "max_position_embeddings": 128}
     (tmp_path / "config.json").write_text(json.dumps(model))
     assert "TO DO: it holds no tokenizer" in dmt("init", tmp_path, *words).out
-
-
-def test_weights_without_their_tokenizer(folder: Path, dmt: Dmt) -> None:
-    """Bytes are right for a new model only."""
-    printed = dmt("init", folder, "--cluster", "2xcpu", "--task", "sft", code=2)
-    assert "holds no tokenizer" in printed.err and printed.out == ""
-
-
-def test_a_folder_without_a_config(tmp_path: Path, dmt: Dmt) -> None:
-    assert "config.json" in dmt("init", tmp_path, "--cluster", "8xh100-80gb", code=2).err
 
 
 def test_a_hub_id_from_the_local_cache(tmp_path: Path) -> None:
@@ -465,8 +464,3 @@ def test_any_folder_name(name: str, tmp_path: Path, dmt: Dmt) -> None:
     (made / "config.json").write_text(json.dumps(CONFIG))
     _, recipe = written(tmp_path, dmt, str(made), "--cluster", "2xcpu")
     assert recipe.name.endswith("-pretrain")
-
-
-def test_a_model_that_no_recipe_can_have(folder: Path, dmt: Dmt) -> None:
-    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 1}))
-    assert "training.sequence_length" in dmt("init", folder, "--cluster", "2xcpu", code=2).err

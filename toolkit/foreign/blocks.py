@@ -114,7 +114,6 @@ def _fsdp(
         if name not in named
     }
     found = carry(tool("accelerate"), stated | named)
-    note = "" if str(version) == "2" else "FSDP 2 here, where this is version 1"
-    found.put("parallel.engine", "fsdp", switch, note)
+    found.put("parallel.engine", "fsdp", switch)
     found.tools = ()
     return found

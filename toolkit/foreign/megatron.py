@@ -194,9 +194,8 @@ def config_of(found: Found) -> tuple[dict[str, Any], list[Problem]]:
     stated: dict[str, ForeignSetting] = {}
     fields: dict[str, Any] = {}
     problems = []
-    table = tool("megatron_lm").shape
     for name, at in found.shape.items():
-        field = table.get(name)
+        field = tool("megatron_lm").shape.get(name)
         if field is None:
             if at.value not in (None, False, 0):
                 problems.append(at.problem("a model without it", NAME_IT))
@@ -218,7 +217,7 @@ def config_of(found: Found) -> tuple[dict[str, Any], list[Problem]]:
             problems.append(missing if name not in stated else at.problem("a whole number"))
     if problems:
         return {}, problems
-    config = _llama(fields) if fields.get("gated_linear_unit") else _gpt2(fields)
+    config = _config(fields)
     return config, _differences(found, config, fields, stated)
 
 
@@ -229,16 +228,9 @@ def _add_defaults(found: Found, fields: dict[str, Any]) -> None:
     gated = fields.get("gated_linear_unit")
     inner = int(hidden * 8 // 3 // 64 * 64) if gated else int(4 * hidden)
     defaults: dict[str, Any] = {
+        **tool("megatron_lm").shape_defaults,
         "ffn_hidden_size": inner,
         "kv_channels": int(hidden // heads) if heads else None,
-        "attention_dropout": 0.1,
-        "hidden_dropout": 0.1,
-        "normalization": "LayerNorm",
-        "position_embedding_type": "learned_absolute",
-        "layernorm_epsilon": 1e-5,
-        "share_embeddings_and_output_weights": True,
-        "add_bias_linear": True,
-        "initializer_range": 0.02,
     }
     if (
         "data.tokenizer" in found.values
@@ -249,6 +241,21 @@ def _add_defaults(found: Found, fields: dict[str, Any]) -> None:
         defaults["vocab_size"] = -(-_GPT2_TOKENIZER[2] // multiple) * multiple
     for name, value in defaults.items():
         fields.setdefault(name, value)
+
+
+def _config(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The closest model of those that the table has, by the names of its config."""
+    kind = "gpt2"
+    if fields.get("gated_linear_unit"):
+        kinds = {"num_moe_experts": "mixtral", "qk_layernorm": "qwen3", "add_qkv_bias": "qwen2"}
+        kind = next((kinds[name] for name in kinds if fields.get(name)), "llama")
+    config: dict[str, Any] = {"model_type": kind}
+    for name, (field, *otherwise) in tool("megatron_lm").configs[kind].items():
+        value = fields.get(field)
+        for one in otherwise if value is None else ():
+            value = fields.get(one) if isinstance(one, str) else one
+        config[name] = value
+    return config
 
 
 def _differences(
@@ -285,48 +292,3 @@ def _differences(
             default = ForeignSetting(f"--{name.replace('_', '-')} (default)", value, first.file)
             found.drop(default, theirs)
     return problems
-
-
-def _llama(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Llama, or what has its layers and more: Mixtral, Qwen2 and Qwen3."""
-    heads, experts = fields["num_attention_heads"], fields.get("num_moe_experts")
-    kind = "qwen2" if fields.get("add_qkv_bias") else "llama"
-    kind = "qwen3" if fields.get("qk_layernorm") else kind
-    config = {
-        "model_type": "mixtral" if experts else kind,
-        "vocab_size": fields["vocab_size"],
-        "hidden_size": fields["hidden_size"],
-        "intermediate_size": fields["ffn_hidden_size"],
-        "num_hidden_layers": fields["num_layers"],
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.get("num_query_groups", heads),
-        "max_position_embeddings": fields.get("max_sequence_length", 4096),
-        "rms_norm_eps": fields["layernorm_epsilon"],
-        "rope_theta": float(fields.get("rotary_base", 10000)),
-        "tie_word_embeddings": fields["share_embeddings_and_output_weights"],
-        "initializer_range": fields["initializer_range"],
-    }
-    if kind != "qwen2":
-        config["head_dim"] = fields["kv_channels"]
-    if experts:
-        config |= {"num_local_experts": experts,
-                   "num_experts_per_tok": fields.get("moe_router_topk", 2)}  # fmt: skip
-    return config
-
-
-def _gpt2(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "model_type": "gpt2",
-        "vocab_size": fields["vocab_size"],
-        "n_embd": fields["hidden_size"],
-        "n_inner": fields["ffn_hidden_size"],
-        "n_layer": fields["num_layers"],
-        "n_head": fields["num_attention_heads"],
-        "n_positions": fields.get("max_sequence_length", 1024),
-        "layer_norm_epsilon": fields["layernorm_epsilon"],
-        "tie_word_embeddings": fields["share_embeddings_and_output_weights"],
-        "initializer_range": fields["initializer_range"],
-        "resid_pdrop": fields["hidden_dropout"],
-        "embd_pdrop": fields["hidden_dropout"],
-        "attn_pdrop": fields["attention_dropout"],
-    }

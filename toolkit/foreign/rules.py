@@ -7,7 +7,7 @@ from dataclasses import replace
 from toolkit.engines.deepspeed.json_file import JsonFile
 from toolkit.foreign import datasets, megatron
 from toolkit.foreign.blocks import add_engine, deepspeed_block
-from toolkit.foreign.carry import OFF, ForeignSetting, Found, Settings, number
+from toolkit.foreign.carry import OFF, Carried, ForeignSetting, Found, Settings, number
 from toolkit.optimizers.base import OPTIMIZERS
 
 REPORTS = ("wandb", "tensorboard", "mlflow", "trackio")
@@ -15,7 +15,6 @@ _PLATEAU = ("factor", "patience")
 
 
 def _trainer(found: Found, settings: Settings, file: JsonFile) -> None:
-    _model(found, settings, "model_name_or_path", "config_name")
     _reports(found, settings.get("report_to"))
     _schedule(found, settings, "lr_scheduler_type")
     _evaluations(found, settings.get("eval_strategy"))
@@ -25,7 +24,6 @@ def _trainer(found: Found, settings: Settings, file: JsonFile) -> None:
 
 
 def _axolotl(found: Found, settings: Settings, file: JsonFile) -> None:
-    _model(found, settings, "base_model")
     _schedule(found, settings, "lr_scheduler")
     datasets.axolotl(found, settings)
     share = settings.get("cosine_min_lr_ratio")
@@ -77,35 +75,20 @@ def _llama_factory(found: Found, settings: Settings, file: JsonFile) -> None:
 
 
 def _packing(found: Found, settings: Settings, objective: str) -> None:
-    neat, packing = settings.get("neat_packing"), settings.get("packing")
-    if neat is not None and neat.value is True:
-        found.put("data.packing", "greedy", neat)
-    elif packing is not None and packing.value is True and objective != "pretrain":
+    packing = settings.get("packing")
+    if packing is None or "data.packing" in found.values:
+        return
+    if packing.value is True and objective != "pretrain":
         found.drop(
             packing, "rows attend to each other there; data.packing: greedy keeps them apart"
         )
-    elif packing is not None and packing.value is False and objective == "pretrain":
+    elif packing.value is False and objective == "pretrain":
         found.drop(packing, "documents are concatenated, and cut at equal lengths")
 
 
 def _accelerate(found: Found, settings: Settings, file: JsonFile) -> None:
     if (config := settings.get("deepspeed_config_file")) is not None and config.value:
         found.merge(deepspeed_block(file, config.name, config.value))
-    engine, version = found.values.get("parallel.engine"), found.context["fsdp_version"]
-    kind = found.context["distributed_type"]
-    if engine is not None and kind == "FSDP" and str(version) == "1":
-        found.values["parallel.engine"] = engine.__class__(
-            engine.value, engine.at, "FSDP 2 here, where this is version 1 (or none is stated)"
-        )
-
-
-def _model(found: Found, settings: Settings, *names: str) -> None:
-    """A model brings its tokenizer."""
-    at = next(
-        (settings[name] for name in names if name in settings and settings[name].value), None
-    )
-    if at is not None and "data.tokenizer" not in found.values:
-        found.put("data.tokenizer", at.value, at)
 
 
 def _reports(found: Found, at: ForeignSetting | None) -> None:
@@ -164,7 +147,7 @@ def _optimizer(found: Found) -> None:
     if one and kind and kind.no_adapter and adapted:
         plain = OPTIMIZERS.names[0]
         what = f"with {OPTIMIZERS[plain].title}, where this is {kind.title}: {kind.no_adapter}"
-        found.values["optimizer.name"] = one.__class__(plain, one.at, what, (one.value,))
+        found.values["optimizer.name"] = Carried(plain, one.at, what, (one.value,))
 
 
 RULES: Mapping[str, Callable[[Found, Settings, JsonFile], None]] = {

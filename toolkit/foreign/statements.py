@@ -34,6 +34,8 @@ def read_together(paths: Sequence[Path], option: str) -> Found:
         found.merge(read(path, option))
     found.stop()
     found.settle()
+    if (model := found.values.get("model.hub")) is not None:  # it brings its tokenizer
+        found.values.setdefault("data.tokenizer", model)
     return found
 
 

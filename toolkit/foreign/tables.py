@@ -8,6 +8,9 @@
 - `ignored`: settings without counterpart that do not.
 - `rules`: names that code reads (`rules.py`).
 - `renamed`: older names.
+- `shape`, `shape_defaults`: arguments that describe a model, as fields of megatron-core, and
+  values of these fields without one. `other_shape`: arguments of models without a config.
+- `configs`: by model type, the keys of its config: the field, and a field or value otherwise.
 
 A name may be a pattern: `--log-*`.
 """
@@ -76,6 +79,8 @@ class ForeignTool:
     complete: bool
     """Whether the table has every name of the tool, so that another one is a mistake."""
     shape: Mapping[str, Any]
+    shape_defaults: Mapping[str, Any]
+    configs: Mapping[str, Mapping[str, list[Any]]]
     other_shape: frozenset[str]
 
     @property
@@ -132,6 +137,8 @@ def tool(key: str) -> ForeignTool:
         renamed=given.get("renamed", {}),
         complete=given.get("complete", False),
         shape=given.get("shape", {}),
+        shape_defaults=given.get("shape_defaults", {}),
+        configs=given.get("configs", {}),
         other_shape=_names(given.get("other_shape")),
     )
 
