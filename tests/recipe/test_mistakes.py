@@ -243,8 +243,7 @@ MISTAKES = {
         given=("-evaluation.every_steps",),
     ),
     "ramp that no layout can spread": M(
-        "training.batch_ramp: {start: 4, increment: 3, steps: 10}", "increment to 2",
-        "training.batch_ramp.increment",
+        "training.batch_ramp: {start: 4, increment: 3, steps: 10}", "to multiples of 2",
     ),
     "ramp without a length": M(
         "training.batch_ramp: {start: 4, increment: 4}", "add `steps:`",
@@ -292,7 +291,7 @@ MISTAKES = {
     "ZeRO with ddp": M("parallel.zero.stage: 2", "to auto", given=("parallel.engine: ddp",)),
     "batch not divisible": M("training.global_batch_size: 9", "to 8 or 10"),
     "batch below ranks": M(
-        "parallel.engine: ddp", "to 16", "training.global_batch_size",
+        "parallel.engine: ddp", "to 32", "training.global_batch_size",
         given=("cluster.gpus_per_node: 16",),
     ),
     "context beyond the ranks": M("parallel.context: 3", "to auto"),

@@ -287,32 +287,6 @@ def _ramp(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{_RAMP}.start", str(ramp.start), allowed, fix)
 
 
-def _batch(recipe: Recipe) -> Iterator[Problem]:
-    """Check that every rank takes the same number of whole micro batches per step, also while
-    the batch grows. The number of ranks is judged only if the recipe leaves no choice.
-    Otherwise the planner judges it."""
-    ranks = legality.data_parallel(recipe.parallel, recipe.cluster) or 1
-    batch, micro = recipe.training.global_batch_size, recipe.training.micro_batch_size
-    key, ramp = "training.global_batch_size", recipe.training.batch_ramp
-    if batch < ranks:
-        allowed = f"at least {ranks}: a sequence per rank and step"
-        fix = f"set {key} to {ranks}, or use at most {batch} ranks"
-        if recipe.training.sequence_length >= context.LONG and recipe.parallel.context == 1:
-            fix += ", or spread long rows: set parallel.context or parallel.tensor to 2 or more"
-        yield Problem(key, f"{batch} on {ranks} data-parallel ranks", allowed, fix)
-        return
-    parts = [f"micro batch {micro}"] * (micro != "auto") + [f"{ranks} ranks"] * (ranks > 1)
-    unit, sizes = ranks if micro == "auto" else ranks * micro, {key: batch}
-    if ramp is not None:
-        sizes |= {f"{_RAMP}.start": ramp.start, f"{_RAMP}.increment": ramp.increment}
-    for key, size in sizes.items():
-        if size % unit:
-            below, above = size // unit * unit, (size // unit + 1) * unit
-            nearest = f"{below} or {above}" if below else str(above)
-            allowed = f"a multiple of {unit} ({' · '.join(parts)})"
-            yield Problem(key, str(size), allowed, f"set {key} to {nearest}")
-
-
 def _accelerator(recipe: Recipe) -> Iterator[Problem]:
     """Refuse an accelerator that the catalogue lacks, or that lacks the precision."""
     stated = recipe.cluster.gpu
@@ -394,14 +368,22 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
         fix = "set it to 3, restarts in a row without a newer checkpoint"
         yield Problem("launch.max_restarts", "0", allowed, fix)
     for other in range(elastic.min_nodes, elastic.max_nodes + 1):
-        resized = recipe.with_values({"cluster.nodes": other})
-        problems = [*legality.problems(resized.parallel, resized.cluster)] or [*_batch(resized)]
-        if problems and other != nodes:
-            first = problems[0]
+        cluster = recipe.cluster.with_values({"nodes": other})
+        problem = next(iter(legality.problems(recipe.parallel, cluster)), None)
+        batch, ranks = (
+            recipe.training.batch_unit,
+            legality.data_parallel(recipe.parallel, cluster),
+        )
+        if problem is None and ranks and batch % ranks:
+            key, fix = "training.global_batch_size", "set training.global_batch_size to "
+            fix += str(-(-batch // ranks) * ranks)
+            problem = Problem(key, str(batch), f"a multiple of {ranks} ranks", fix)
+        if problem is not None and other != nodes:
             found = f"{elastic.min_nodes} to {elastic.max_nodes}, but with {other} machines "
-            found += f"{first.key} is {first.found}"
-            fix = f"other numbers of machines, or with {other}: {first.fix}"
-            yield Problem("launch.elastic", found, f"{first.key}: {first.allowed}", fix)
+            found += f"{problem.key} is {problem.found}"
+            fix = f"other numbers of machines, or with {other}: {problem.fix}"
+            allowed = f"{problem.key}: {problem.allowed}"
+            yield Problem("launch.elastic", found, allowed, fix)
             return
 
 
@@ -421,7 +403,6 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     _degrees,
     context.unused,
     _nvme,
-    _batch,
     _ramp,
     _accelerator,
     kernels.fp8_settings,

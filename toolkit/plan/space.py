@@ -272,15 +272,19 @@ def _uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
     """The error if no layout spreads the batch, with the nearest batches that work."""
     training, dp = job.training, layout.dp
     wanted, batch = training.micro_batch_size, training.batch_unit
-    key = "training.global_batch_size"
-    if training.batch_ramp is not None:
-        key = f"{key}, and the start and increment of training.batch_ramp"
     unit = dp if wanted == "auto" else dp * wanted
     groups = f", {layout.pp} micro batches at a time" if layout.vpp > 1 else ""
     unit *= layout.pp if groups else 1
     below, above = batch // unit * unit, (batch // unit + 1) * unit
     micro = "" if wanted == "auto" else f" in micro batches of {wanted}"
+    key, sizes = "training.global_batch_size", f"{batch} samples"
+    fix = "set it to " + (f"{below} or {above}" if below else f"{above}")
+    if training.batch_ramp is not None:
+        key, sizes = "training.batch_ramp", f"multiples of {batch} samples"
+        fix = f"set start, increment and training.global_batch_size to multiples of {unit}"
+    elif not below and training.sequence_length >= context.LONG and job.parallel.context == 1:
+        fix += ", or spread long rows: set parallel.context or parallel.tensor to 2 or more"
     return PlanError(
-        f"{key}: {batch} samples cannot be spread evenly over {dp} ranks{micro}{groups}",
-        fix="set it to " + (f"{below} or {above}" if below else f"{above}"),
+        f"{key}: {sizes} cannot be spread evenly over {dp} ranks{micro}{groups}",
+        fix=fix,
     )
