@@ -29,7 +29,7 @@ def test_the_card_is_of_the_run(run: Path) -> None:
     export_last(made, 10, Marks(1))
     card = ModelCard.load(run / "export" / "README.md")
     assert card.data.library_name == "transformers"
-    for line in ("| steps | 10 |", "  learning_rate: 0.001", "| torch | 2.13.0 |"):
+    for line in ("| steps | 10 |", "| optimizer.learning_rate | 0.001 |", "| torch | 2.13.0 |"):
         assert line in card.content
     assert str(run.parent) not in card.content, "a path of this machine"
     checkpoint = run / "checkpoints" / "step-00000010"

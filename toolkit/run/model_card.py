@@ -1,22 +1,23 @@
 """The model card of an export: README.md, with the metadata that the Hugging Face hub reads."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from toolkit.checkpoint.manifest import Manifest
 from toolkit.errors import DataError
 from toolkit.models.adapters.lora import PEFT_WEIGHTS
 from toolkit.plan.dimensions import degrees_text
-from toolkit.recipe.dump import dump
+from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import OBJECTIVE_SECTIONS
 from toolkit.system.atomic import write_atomically
+from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_PUBLISHED = ("model", "training", "optimizer", "schedule", "adapter", *OBJECTIVE_SECTIONS)
-"""Sections of the recipe in a card: the others name files, machines and accounts."""
+_PUBLISHED = ("training", "optimizer", "schedule", "adapter", *OBJECTIVE_SECTIONS)
+"""Sections of the recipe in a card: the others name files, machines and accounts. The model's
+settings are in config.json."""
 
 
 def write_card(folder: Path, checkpoint: Path) -> None:
@@ -52,7 +53,7 @@ def _text(folder: Path, manifest: Manifest) -> str:
     return (
         f"---\n{metadata.to_yaml().strip()}\n---\n\n# {recipe['name']}\n\n"
         f"{kind} {start}, with DMT {manifest.versions.get('dmt', '')}.\n\n"
-        f"| | |\n| --- | --- |\n{rows}\n\n## Recipe\n\n```yaml\n{_settings(recipe)}```\n"
+        f"| | |\n| --- | --- |\n{rows}\n"
     )
 
 
@@ -70,23 +71,9 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "precision", manifest.precision
     yield "layout", degrees_text(manifest.engine, manifest.model, manifest.layout)
     yield from ((name, str(version)) for name, version in manifest.packages.items())
-
-
-def _settings(recipe: Mapping[str, Any]) -> str:
-    """Settings that define the model and its training. Folders: name only."""
-    model = {
-        key: _name(value) if key in ("hub", "checkpoint") and value else value
-        for key, value in recipe["model"].items()
-    }
-    sections = {**recipe, "model": model}
-    return dump(_stated({key: sections.get(key) for key in _PUBLISHED}), flow=False)
-
-
-def _stated(value: Any) -> Any:
-    """A section without what is null."""
-    if isinstance(value, Mapping):
-        return {key: _stated(one) for key, one in value.items() if one is not None}
-    return value
+    for key, value in leaves({name: manifest.recipe.get(name) for name in _PUBLISHED}):
+        if value is not None:
+            yield key, in_yaml(value).replace("|", r"\|")
 
 
 def _name(place: str) -> str:
