@@ -4,8 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 from toolkit.backend import BACKENDS
 from toolkit.data.remote import PACKAGES
 from toolkit.launchers import LAUNCHERS
@@ -56,7 +54,7 @@ def needs_of(recipe: Recipe) -> Needs:
     """
     launcher = LAUNCHERS[recipe.launch.launcher]
     setting = f"launch.launcher: {recipe.launch.launcher}"
-    packages = dict.fromkeys((Requirement(name).name for name in launcher.packages), setting)
+    packages = dict.fromkeys(launcher.packages, setting)
     programs = {name: (setting, how) for name, how in launcher.programs.items()}
     assignment, note = _decided(recipe)
     compiled = assignment.plan.layout.compiles if assignment else None

@@ -25,8 +25,8 @@ class Launcher:
     """Whether the ranks have this machine's files, which can then be checked here."""
     renders: bool = False
     """Whether its last file is a job, which `dmt render --to NAME` prints."""
-    packages: Mapping[str, str] = field(default_factory=dict)
-    """Distributions that it needs, as `pip install` takes them, and the module of each."""
+    packages: tuple[str, ...] = ()
+    """Distributions that it needs."""
     programs: Mapping[str, str] = field(default_factory=dict)
     """Programs that it needs where `dmt launch` runs, and how to get each."""
 
@@ -37,7 +37,6 @@ class Launcher:
 
 
 _SLURM_CLIENT = "apt-get install slurm-client (Debian, Ubuntu), or log in to the cluster"
-INSTALL_RAY = "pip install 'ray>=2.60'"
 
 LOCAL = Launcher(
     "local",
@@ -65,8 +64,7 @@ RAY = Launcher(
     "toolkit.extras.launchers.ray:RayStarter",
     here=False,
     elastic=True,
-    packages={"ray": "ray"},
-    programs={"ray": INSTALL_RAY},
+    packages=("ray",),
 )
 LAUNCHERS = {launcher.name: launcher for launcher in (LOCAL, SLURM, KUBERNETES, RAY)}
 """Every launcher by its name."""

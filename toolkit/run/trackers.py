@@ -16,8 +16,8 @@ class Tracker:
 
     title: str
     """The tracker's name in messages."""
-    packages: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Distributions that it needs and DMT itself does not: module, and when, if not always."""
+    packages: tuple[str, ...] = ()
+    """Distributions that it needs and DMT itself does not."""
     not_inherited: tuple[str, ...] = ()
     """Environment variables of another run around this one, which say nothing of this one."""
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -30,21 +30,17 @@ TRACKERS = {
         not_inherited=("WANDB_SERVICE", "WANDB_RUN_ID", "WANDB_RESUME", "WANDB_DIR"),
         environment={"WANDB_ERROR_REPORTING": "false"},
     ),
-    "tensorboard": Tracker("TensorBoard", {"tensorboard": ("tensorboard", "")}),
+    "tensorboard": Tracker("TensorBoard", ("tensorboard",)),
     "mlflow": Tracker(
         "MLflow",
-        {
-            "mlflow-skinny": ("mlflow", ""),
-            "sqlalchemy": ("sqlalchemy", "with a database of its own"),
-            "alembic": ("alembic", "with a database of its own"),
-        },
+        ("mlflow-skinny", "sqlalchemy", "alembic"),
         not_inherited=(
             *("MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME"),
             *("MLFLOW_TAGS", "MLFLOW_NESTED_RUN"),
         ),
         environment={"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_LOGGING_LEVEL": "WARNING"},
     ),
-    "trackio": Tracker("trackio", {"trackio": ("trackio", "")}),
+    "trackio": Tracker("trackio", ("trackio",)),
 }
 """Every tracker by its name in `logging.trackers`."""
 

@@ -21,6 +21,7 @@ from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
+from toolkit.system.install import install
 
 _DRIVER = """
 import json, os, signal, sys, time
@@ -227,4 +228,4 @@ def test_what_is_missing_is_one_error(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(BackendUnavailable, match="Ray is not installed") as raised:
         ray_job.RayStarter().spec(Job(tmp_path, ClusterSection()))
-    assert raised.value.fix == "pip install 'ray>=2.60'"
+    assert raised.value.fix == install("ray")

@@ -28,7 +28,6 @@ from toolkit.errors import (
     BackendUnavailable,
 )
 from toolkit.intake.load import load_recipe
-from toolkit.launchers import INSTALL_RAY
 from toolkit.launchers.base import (
     DMT,
     NODE_ADDRESS,
@@ -48,6 +47,7 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
+from toolkit.system.install import install
 from toolkit.system.interpreter import python, safe_path
 from toolkit.text.redact import copy_to_log
 from toolkit.text.terminal import tell
@@ -66,7 +66,7 @@ class RayStarter:
         """Return the command of each machine. See Starter."""
         if importlib.util.find_spec("ray") is None:
             raise BackendUnavailable(
-                "launch.launcher is ray: Ray is not installed", fix=INSTALL_RAY
+                "launch.launcher is ray: Ray is not installed", fix=install("ray")
             )
         launch = (*DMT, "launch", str(job.recipe_file), "--run-dir", str(job.run_dir))
         return LaunchSpec(
