@@ -1,16 +1,12 @@
-"""What `dmt plan --explain` prints of each number follows from its own symbols; all constants
-are in docs/planner.md."""
+"""What `dmt plan --explain` prints of each number follows from its own symbols."""
 
-import os
 from math import log, sqrt
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from toolkit.layout import Layout
 from toolkit.models.families import model_spec
-from toolkit.plan.cost.efficiency import TABLE
 from toolkit.plan.cost.workload import Workload
 from toolkit.plan.estimate import derivations, estimate, memory_parts
 from toolkit.plan.hardware.cluster import parse_cluster
@@ -51,29 +47,3 @@ def test_each_part_has_a_formula(layout: Layout) -> None:
     shown = {part: evaluated(one) for part, one in derived["time"].items()}
     assert shown == pytest.approx({part: s for part, s in found.time.parts.items() if s})
     assert evaluated(derived["utilization"]["MFU"]) == found.time.utilization()
-
-
-KINDS = ("measured", "calibrated", "document", "assumed")
-PLANNER = Path(__file__).parents[2] / "docs/planner.md"
-
-
-def test_constants_are_in_the_document() -> None:
-    """A row for each kind of constant, a column for where they come from."""
-    rows: dict[str, dict[str, list[str]]] = {}
-    for name, constant in TABLE.items():
-        family, _, member = name.partition(".")
-        origin = constant.origin.partition(":")[0]
-        cells = rows.setdefault(family, {kind: [] for kind in KINDS})
-        text = f"{member} {constant.value:.3g}".strip().replace("e+0", "e").replace("e-0", "e-")
-        cells[origin if origin in KINDS else "document"].append(text)
-    lines = [f"| | {' | '.join(KINDS)} |", "|---" * (len(KINDS) + 1) + "|"]
-    for family, cells in rows.items():
-        lines.append(f"| {family} | {' | '.join(', '.join(one) for one in cells.values())} |")
-    text, table = PLANNER.read_text("utf-8"), "\n".join(lines)
-    head, _, rest = text.partition("test_terms.py -->\n")
-    expected = (
-        f"{head}test_terms.py -->\n{table}\n<!-- end -->{rest.partition('<!-- end -->')[2]}"
-    )
-    if "DMT_UPDATE_GOLDEN" in os.environ:
-        PLANNER.write_text(expected, "utf-8")
-    assert text == expected

@@ -32,12 +32,10 @@ _FLASH_2 = "calibrated: torchtitan (FlashAttention-2)"
 _MEASURED = "measured: an H100 SXM, torch 2.11, benchmarks/results/h100-2026-11-26"
 _CUDNN = "calibrated: dgxc_benchmarking (Transformer Engine with cuDNN)"
 
-UNMEASURED = 0.75
-"""Share of an accelerator without a published run: the mean of the four calibrated ones."""
 TABLE: Mapping[str, Constant] = {
     # Share of the peak of large matrix products: clocks under load, instruction overhead.
+    "matmul": Constant(0.75, "assumed: accelerators without a row, as the calibrated ones"),
     # Priors: cuBLAS reaches 250 of 312 and 700 of 989 TFLOP/s.
-    "matmul.v100-32gb": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
     "matmul.a100-40gb": Constant(0.81, "calibrated: llm_foundry", 0.80, 0.1),
     "matmul.a100-40gb-pcie": Constant(0.68, "assumed: 250 W instead of 400 W"),
     "matmul.a100-80gb": Constant(0.89, _A100, 0.80, 0.1),
@@ -50,15 +48,10 @@ TABLE: Mapping[str, Constant] = {
     "matmul.gb200": Constant(0.70, "assumed: nearly as H100"),
     "matmul.b300": Constant(0.70, "assumed: as B200"),
     "matmul.gh200": Constant(0.75, "assumed: as H100"),
-    "matmul.h20": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
     "matmul.l40s": Constant(0.60, "assumed: 350 W, as H100 PCIe"),
     "matmul.l4": Constant(0.45, "assumed: 72 W limit its clock"),
-    "matmul.rtx4090": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
-    "matmul.rtx5090": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
-    "matmul.rtx3090": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
     "matmul.a6000": Constant(0.70, "assumed: 300 W"),
     "matmul.a10": Constant(0.55, "assumed: 150 W limit its clock"),
-    "matmul.a10g": Constant(UNMEASURED, "assumed: the mean of the calibrated ones"),
     "matmul.t4": Constant(0.36, "assumed: half of that, 70 W limit its clock"),
     "matmul.mi300x": Constant(0.55, "assumed: 750 W; hipBLASLt reaches less than cuBLAS"),
     "matmul.cpu": Constant(1.0, "assumed: `cpu.flops` is what is reached"),
@@ -147,6 +140,10 @@ class Efficiency:
 
     def __getitem__(self, name: str) -> float:
         return self.values[name]
+
+    def matmul(self, gpu: str) -> float:
+        """The share of an accelerator of the catalogue."""
+        return self.values.get(f"matmul.{gpu}", self.values["matmul"])
 
 
 DEFAULT = Efficiency({name: constant.value for name, constant in TABLE.items()})

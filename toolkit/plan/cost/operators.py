@@ -62,7 +62,7 @@ def device(gpu: Gpu, workload: Workload, efficiency: Efficiency) -> Device:
 
     Raises PlanError for a precision that the accelerator lacks.
     """
-    precision, share = workload.precision, efficiency[f"matmul.{gpu.like or gpu.name}"]
+    precision, share = workload.precision, efficiency.matmul(gpu.like or gpu.name)
     matmul = _matmul_flops(gpu, precision, efficiency)
     width = 4 if precision == "fp32" else 2
     plain, matmul_width = matmul, float(width)
@@ -98,7 +98,7 @@ def _matmul_flops(gpu: Gpu, precision: CostPrecision, efficiency: Efficiency) ->
             f"training.precision: {gpu.name} has no {precision} units",
             fix="choose another precision or accelerator",
         )
-    share = efficiency[f"matmul.{gpu.like or gpu.name}"]
+    share = efficiency.matmul(gpu.like or gpu.name)
     return peak * share * (efficiency["matmul.fp8"] if precision == "fp8" else 1.0)
 
 

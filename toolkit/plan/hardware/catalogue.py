@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from toolkit.errors import PlanError
-from toolkit.text.suggest import closest
+from toolkit.text.suggest import did_you_mean
 
 GIGA = 1e9
 TERA = 1e12
@@ -193,22 +193,10 @@ def name_of_device(device: str) -> str:
     return next((row[0] for row in _ROWS if re.search(row[1], device.lower())), device)
 
 
-_ONE_KEY = 0.9
-"""Similarity of names that differ by about one character."""
+_SIMILAR = 0.75
+"""Similarity of names that differ by about two characters."""
 _ALIASES = {"v100": "v100-32gb", "a100": "a100-80gb", "h100": "h100-80gb"}
 """Names of products that are sold with several memories, and the usual one."""
-
-
-def _similar(name: str) -> str:
-    """What a name that is not in the catalogue may mean: a slip of the keys, or a longer name
-    of the product."""
-    words = re.findall(r"[a-z0-9]+", name[:80].lower())
-    family = [one for one in GPUS if one.partition("-")[0] in words]
-    near = closest(name.lower(), GPUS, _ONE_KEY)
-    if not near and family:
-        usual = _ALIASES.values()
-        near = max(family, key=lambda one: (len({*words} & {*one.split("-")}), one in usual))
-    return f"did you mean `{near}`?" if near else "choose one of these,"
 
 
 def accelerator(name: str) -> Gpu:
@@ -218,9 +206,11 @@ def accelerator(name: str) -> Gpu:
     """
     found = GPUS.get(_ALIASES.get(name.lower(), name.lower()))
     if found is None:
+        device = name_of_device(name[:80]).lower()  # of a name as nvidia-smi prints it
+        similar = did_you_mean(device, GPUS, "choose one of these,", _SIMILAR)
         raise PlanError(
             f"cluster.gpu: found {name[:80]!r}; known: {', '.join(GPUS)}",
-            fix=f"{_similar(name)} or describe yours by the closest in a cluster file: "
+            fix=f"{similar} or describe yours by the closest in a cluster file: "
             "`gpu: {like: h100-80gb, memory_gib: 94}` (docs/cluster.md)",
         )
     return found
