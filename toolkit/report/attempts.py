@@ -1,6 +1,6 @@
 """The starts of a run: its events, cut where `dmt launch` or a restart began again."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -34,15 +34,9 @@ class Attempt:
             return time_of(event) - (number(event, "seconds") or 0.0)
         return time_of(first)
 
-    @property
-    def load_s(self) -> float:
-        """Seconds for loading checkpoints."""
-        return seconds_of(self.of("load"))
-
-    @property
-    def replay_s(self) -> float:
-        """Seconds for steps done again that were done before a kill."""
-        return seconds_of(self.of("replay"))
+    def seconds(self, kind: str, name: str = "seconds") -> float:
+        """The sum of a field over its events of a kind."""
+        return sum(number(event, name) or 0.0 for event in self.of(kind))
 
     @property
     def hung(self) -> float | None:
@@ -105,11 +99,6 @@ def step_of(event: Event) -> int | None:
     return step
 
 
-def seconds_of(events: Iterable[Event], name: str = "seconds") -> float:
-    """The sum of a field over events."""
-    return sum(number(event, name) or 0.0 for event in events)
-
-
 def windows(
     found: Sequence[Attempt], unlogged_tail_s: float
 ) -> Iterator[tuple[Attempt, float, float]]:
@@ -125,7 +114,7 @@ def windows(
         if one.noticed is not None:
             end = one.noticed
         elif not one.of("end") and not one.of("failure"):
-            end += unlogged_tail_s if following is None else following.replay_s
+            end += unlogged_tail_s if following is None else following.seconds("replay")
         if following is not None:
             end = min(end, following.began)
         yield one, one.began, max(one.began, end)

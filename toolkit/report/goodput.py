@@ -26,7 +26,6 @@ from toolkit.report.attempts import (
     Event,
     attempts,
     number,
-    seconds_of,
     step_of,
     windows,
 )
@@ -76,13 +75,14 @@ def goodput(events: Sequence[Event], metrics: Sequence[Metrics]) -> Goodput:
     parts = {
         "productive": sum(count * each for count, each in steps_s.values()) - skipped,
         "start_up": sum(
-            max(0.0, (one.started or end) - begin - one.load_s) for one, begin, end in spans
+            max(0.0, (one.started or end) - begin - one.seconds("load"))
+            for one, begin, end in spans
         ),
-        "loading": sum(one.load_s for one in found),
-        "replayed": sum(one.replay_s for one in found),
-        "saving": sum(seconds_of(one.of("save"), "stall_s") for one in found),
+        "loading": sum(one.seconds("load") for one in found),
+        "replayed": sum(one.seconds("replay") for one in found),
+        "saving": sum(one.seconds("save", "stall_s") for one in found),
         "skipped": skipped,
-        "evaluation": sum(seconds_of(one.of("evaluation")) for one in found),
+        "evaluation": sum(one.seconds("evaluation") for one in found),
         "hung": sum(max(0.0, end - max(begin, one.hung or end)) for one, begin, end in spans),
     }
     known = sum(parts.values())

@@ -78,7 +78,12 @@ def _summary(run: RunDirectory, events: Sequence[Event], metrics: Sequence[Metri
 def read_record(path: Path, *, with_environment: bool = False) -> RunRecord:
     """Read a run directory. Raises DataError for a folder that is none, and for a file that is
     damaged."""
-    run = require_run(path)
+    run = RunDirectory(path)
+    if not run.events.exists():
+        raise DataError(
+            f"{path} is not a run directory with events: it has no {run.events.name}",
+            fix="name the folder that `dmt launch` said it writes to (runs/NAME)",
+        )
     return RunRecord(
         run,
         events=jsonl.read(run.events),
@@ -87,17 +92,6 @@ def read_record(path: Path, *, with_environment: bool = False) -> RunRecord:
         plan=_mapping(run.plan, parse_mapping),
         environment=_mapping(run.environment, parse_mapping) if with_environment else {},
     )
-
-
-def require_run(path: Path) -> RunDirectory:
-    """The run directory at `path`. Raises DataError when it has no events."""
-    run = RunDirectory(path)
-    if not run.events.exists():
-        raise DataError(
-            f"{path} is not a run directory with events: it has no {run.events.name}",
-            fix="name the folder that `dmt launch` said it writes to (runs/NAME)",
-        )
-    return run
 
 
 def _mapping(path: Path, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any]:

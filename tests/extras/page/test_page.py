@@ -114,8 +114,8 @@ def test_predictions(tmp_path: Path) -> None:
     assert [part[0] for part in memory["bar"]] == ["weights", "activations"]
     assert memory["note"] == "Measured: 80.00 GiB at most on the fullest rank."
     assert section(data, "Plan")["items"] == ["it is the only one"]
-    shown = [name for name, _ in section(data, "Plan")["facts"]]
-    assert shown[:4] == ["engine", "model", "dp", "tp"] and "pp" not in shown
+    (fact,) = section(data, "Plan")["facts"]
+    assert fact == ["layout", "ddp dp2 tp2, micro batch 1 × 1"]
 
 
 def test_a_thinned_curve_and_left_out_marks_are_told(tmp_path: Path) -> None:

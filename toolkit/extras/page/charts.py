@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from toolkit.errors import EXIT_DONE
+from toolkit.layout import Layout
 from toolkit.report.attempts import Event, number, step_of
 from toolkit.report.record import RunRecord
 from toolkit.run.events import VALIDATION
@@ -63,9 +64,9 @@ def kept(values: Sequence[float], buckets: int) -> Sequence[int]:
     for bucket in range(buckets):
         start, stop = (len(values) * edge // buckets for edge in (bucket, bucket + 1))
         finite = [at for at in range(start, stop) if math.isfinite(values[at])]
-        gaps = (at for at in range(start, stop) if not math.isfinite(values[at]))
+        gaps = [at for at in range(start, stop) if not math.isfinite(values[at])]
         found |= {choose(finite, key=values.__getitem__) for choose in (min, max) if finite}
-        found |= {at for at in (next(gaps, None),) if at is not None}
+        found |= {*gaps[:1]}
     return sorted(found)
 
 
@@ -138,8 +139,7 @@ def _promised(name: str, plan: Mapping[str, Any]) -> float | None:
     each = number(plan, "tokens_per_s_per_gpu")
     if name != "tokens_per_s" or each is None:
         return None
-    layout: Mapping[str, int] = plan["layout"]
-    return each * math.prod(layout[degree] for degree in ("dp", "tp", "pp", "cp"))
+    return each * Layout.from_dict(plan["layout"]).world
 
 
 def marks(record: RunRecord) -> list[dict[str, Any]]:

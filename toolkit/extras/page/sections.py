@@ -6,6 +6,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from toolkit.extras.page.charts import MOST_MARKS
+from toolkit.layout import Layout
+from toolkit.plan.dimensions import layout_text
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.schema import Recipe
 from toolkit.removed import without_unset
@@ -16,9 +18,6 @@ from toolkit.report.record import RunRecord
 from toolkit.system.untrusted import read_bytes
 from toolkit.text.dotted import leaves
 from toolkit.text.units import duration, seconds, size
-
-_NOT_USED = (1, 0, None, "none", "")
-"""Values of degrees and options that mean unused. They are not shown."""
 
 Section = dict[str, Any]
 """`title`, and any of `note`, `bar` ([name, amount, text]), `facts` ([name, text]), `table`
@@ -112,13 +111,8 @@ def _plan(record: RunRecord) -> Section | None:
     plan = record.plan
     if not plan:
         return None
-    facts = [["engine", plan["engine"]], ["model", plan["model"]]]
-    facts += [
-        [name.replace("_", " "), str(value)]
-        for name, value in plan["layout"].items()
-        if name == "dp" or value not in _NOT_USED
-    ]
-    return {"title": "Plan", "facts": facts, "items": plan["reasons"]}
+    layout = layout_text(plan["engine"], plan["model"], Layout.from_dict(plan["layout"]))
+    return {"title": "Plan", "facts": [["layout", layout]], "items": plan["reasons"]}
 
 
 def _what_happened(found: Sequence[Mapping[str, Any]]) -> Section | None:

@@ -20,10 +20,6 @@ from toolkit.text.units import seconds
 
 WARM_UP_STEPS = 2
 """Logged steps before the measurement, in which buffers are allocated and kernels compiled."""
-HOPELESS = 1.3
-"""A layout is stopped when it is this many times slower than the fastest one."""
-_STEPS_TO_JUDGE = 3
-"""Measured steps before a layout is stopped."""
 _WITHOUT = {
     "logging.every_steps": 1,
     "logging.trackers": (),
@@ -149,15 +145,6 @@ class LayoutStudy(Study):
         return min(len(untried), self.request.trials - len(self.counted()))
 
     def choose(self, trial: Any) -> dict[str, Any]:
-        """Choose the next layout. Its trial ends early if it is slower than the best by
-        HOPELESS."""
-        best, pruners = self.best(), self.optuna.pruners
-        self.study.pruner = pruners.NopPruner()
-        if best is not None and best.value:
-            first = WARM_UP_STEPS + _STEPS_TO_JUDGE
-            self.study.pruner = pruners.ThresholdPruner(
-                upper=HOPELESS * best.value, n_warmup_steps=first
-            )
         stated = trial.user_attrs.get("settings")
         if stated and key_of(stated) in self.by_key:
             return dict(stated)

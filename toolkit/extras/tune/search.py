@@ -31,10 +31,10 @@ class SearchStudy(Study):
         # The same seed would suggest the same points again.
         seed += len(self.study.get_trials(deepcopy=False))
         self.study.sampler = self.optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
-        pruners = self.optuna.pruners
-        self.study.pruner = pruners.NopPruner()
         if self.rung is not None:
-            self.study.pruner = pruners.SuccessiveHalvingPruner(self.rung, _REDUCTION)
+            self.study.pruner = self.optuna.pruners.SuccessiveHalvingPruner(
+                self.rung, _REDUCTION
+            )
 
     def columns(self) -> Mapping[str, Callable[[TrialRecord], str]]:
         return {

@@ -130,7 +130,7 @@ class Study(ABC):
     @abstractmethod
     def choose(self, trial: Any) -> dict[str, Any]:
         """The settings for an Optuna trial that starts. A trial that is retried keeps its own
-        (user attribute `settings`). Prepares the study's pruner for it."""
+        (user attribute `settings`)."""
 
     @abstractmethod
     def overrides(self, settings: Mapping[str, Any]) -> list[str]:
@@ -282,8 +282,9 @@ class Study(ABC):
                 heartbeat_stale_trial_callback=_retry,
             )
             self.study = self.optuna.create_study(
-                study_name="tune", storage=storage, load_if_exists=True
-            )
+                study_name="tune", storage=storage, load_if_exists=True,
+                pruner=self.optuna.pruners.NopPruner(),
+            )  # fmt: skip
             if not self.study.user_attrs and not self.study.trials:
                 self.study.set_user_attr("identity", self._identity)
         if self.study.user_attrs.get("identity") != self._identity:
