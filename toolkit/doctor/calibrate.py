@@ -6,9 +6,9 @@ The planner uses the file's `measured` speeds instead of data sheets (`--cluster
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,6 +18,7 @@ from toolkit.launchers.base import Job
 from toolkit.launchers.local import LocalStarter
 from toolkit.launchers.process import StopSignals
 from toolkit.plan.hardware.catalogue import GIGA, GPUS, TERA, name_of_device
+from toolkit.recipe.dump import dump
 from toolkit.recipe.schema import ClusterSection
 from toolkit.text.terminal import tell
 from toolkit.text.units import GIB
@@ -92,29 +93,27 @@ def calibrate(machine: Machine) -> Speeds:
 
 def cluster_text(machine: Machine, speeds: Speeds) -> str:
     """The cluster file of this machine, to be edited and kept."""
-    return "\n".join(_lines(machine, speeds)) + "\n"
-
-
-def _lines(machine: Machine, speeds: Speeds) -> Iterator[str]:
-    name = "processor" if machine.gpu == "cpu" else machine.gpu
-    yield f"{HEADER}: speeds of each of {machine.processes} process(es) on one {name},"
-    yield "# measured while all of them worked. Use it with `dmt plan RECIPE --cluster FILE`."
-    yield "nodes: 1              # more of the same machine: change it, and state `network`"
-    yield f"gpus_per_node: {machine.processes}"
-    yield f"gpu: {machine.gpu}"
-    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    yield f"host_memory_gib: {memory_bytes / GIB:.1f}"
-    yield "measured:"
-    flops = ", ".join(
-        f"{precision}: {_digits(value / TERA)}"
-        for precision, value in speeds.matmul_flops.items()
-    )
-    yield f"  tflops: {{{flops}}}"
-    yield f"  memory_gigabytes_per_s: {_digits(speeds.memory_bytes_per_s / GIGA)}"
+    measured: dict[str, Any] = {
+        "tflops": {name: _digits(one / TERA) for name, one in speeds.matmul_flops.items()},
+        "memory_gigabytes_per_s": _digits(speeds.memory_bytes_per_s / GIGA),
+    }
     if speeds.link_bytes_per_s is not None:
-        yield f"  node_link_gigabytes_per_s: {_digits(speeds.link_bytes_per_s / GIGA)}"
+        measured["node_link_gigabytes_per_s"] = _digits(speeds.link_bytes_per_s / GIGA)
+    memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    values = {
+        "nodes": 1,
+        "gpus_per_node": machine.processes,
+        "gpu": machine.gpu,
+        "host_memory_gib": round(memory_bytes / GIB, 1),
+        "measured": measured,
+    }
+    return f"""\
+{HEADER}: speeds of each of {machine.processes} process(es), measured while all
+# of them worked. Use it with `dmt plan RECIPE --cluster FILE`. For more of the same machine
+# change `nodes`, and state `network`.
+{dump(values, flow=False)}"""
 
 
-def _digits(value: float) -> str:
-    """Three significant digits, without an exponent that YAML would read as text."""
-    return f"{float(f'{value:.3g}'):.10f}".rstrip("0").removesuffix(".")
+def _digits(value: float) -> float:
+    """Three significant digits."""
+    return float(f"{value:.3g}")
