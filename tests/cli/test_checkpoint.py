@@ -54,14 +54,13 @@ def test_list_shows_all_and_what_each_is(run: Path, capsys: Captured) -> None:
     code, out, err = dmt(capsys, "list", run)
     assert (code, err) == (0, "")
     lines = out.splitlines()
-    assert [line.split()[0] for line in lines if not line.startswith(" ")] == [
+    assert [line.split()[0] for line in lines] == [
         "step", "5", "10", "12.tmp", "13",
     ]  # fmt: skip
-    assert lines[1].endswith("damaged           ddp dp1")
-    assert lines[2] == "    hf/tokenizer.json is missing"
-    assert "finished, latest  ddp dp1" in lines[3]
-    assert "left by a save that was interrupted" in lines[5]
-    assert "states no format, this release reads 1" in lines[7]
+    assert lines[1].endswith("damaged           ddp dp1  hf/tokenizer.json is missing")
+    assert lines[2].endswith("finished, latest  ddp dp1")
+    assert "left by a save that was interrupted" in lines[3]
+    assert "states no format, this release reads 1" in lines[4]
     assert dmt(capsys, "list", run / "checkpoints") == (code, out, err)
 
 

@@ -1,7 +1,7 @@
 """`dmt checkpoint`: list, verify, export and import checkpoints."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,7 +17,7 @@ from toolkit.checkpoint.checkpoints import (
     store_of,
 )
 from toolkit.cli.options import ClusterOption, Overrides, RecipePath, RunDir
-from toolkit.cli.output import Line, Table, show
+from toolkit.cli.output import Table, show
 from toolkit.cli.progress import progress
 from toolkit.errors import EXIT_USER_ERROR, CheckpointError
 from toolkit.plan.dimensions import degrees_text
@@ -60,18 +60,9 @@ def list_(
     store = store_of(path)
     found = list_checkpoints(store)
     if found:
-        show(_list_lines(found))
+        show(_LIST.lines(found, lambda row: _COLOURS[row.state]))
     else:
         tell(f"{store.folder} holds no checkpoints")
-
-
-def _list_lines(found: Sequence[ListEntry]) -> Iterator[Line]:
-    header, *lines = _LIST.lines(found, lambda row: _COLOURS[row.state])
-    yield header
-    for row, line in zip(found, lines, strict=True):
-        yield line
-        if row.problem:
-            yield f"    {row.problem}"
 
 
 def _step(row: ListEntry) -> str:
@@ -86,17 +77,14 @@ def _layout(row: ListEntry) -> str:
 _LIST = Table[ListEntry](
     {
         "step": _step,
-        "written": lambda row: f"{_time(row.modified_s):%Y-%m-%d %H:%M}",
+        "written": lambda row: f"{datetime.fromtimestamp(row.modified_s):%Y-%m-%d %H:%M}",
         "size": lambda row: byte_size(row.nbytes),
         "state": lambda row: f"{row.state}, latest" if row.latest else row.state,
         "layout": _layout,
     },
     left=5,
+    remark=lambda row: row.problem,
 )
-
-
-def _time(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds).astimezone()
 
 
 @app.command()

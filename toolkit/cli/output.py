@@ -128,6 +128,8 @@ class Table(Generic[Row]):
     left: int = 1
     """How many of the first columns are aligned on the left."""
     gap: str = "  "
+    remark: Callable[[Row], str] = lambda _: ""
+    """Text behind the columns of a row."""
 
     def lines(
         self, rows: Sequence[Row], style: Callable[[Row], str] = lambda _: "", indent: str = ""
@@ -135,6 +137,7 @@ class Table(Generic[Row]):
         """A dim header, and each row in its style, in columns as wide as they must be."""
         cells = ([text(row) for text in self.columns.values()] for row in rows)
         styles = ["dim", *map(style, rows)]
+        remarks = ["", *map(self.remark, rows)]
         lines = columns([[*self.columns], *cells], self.left, self.gap)
-        for line, colour in zip(lines, styles, strict=True):
-            yield Text(indent + line, colour)
+        for line, remark, colour in zip(lines, remarks, styles, strict=True):
+            yield Text(f"{indent}{line}{'  ' * bool(remark)}{remark}", colour)

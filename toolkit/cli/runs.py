@@ -1,11 +1,9 @@
 """`dmt runs`: the runs in a folder, with their progress and state."""
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from toolkit.cli.options import AsJson
 from toolkit.cli.output import Table, output
@@ -14,7 +12,7 @@ from toolkit.report.summary import RunState
 from toolkit.text.terminal import printable
 from toolkit.text.units import duration
 
-COLOURS: dict[RunState, str] = {
+_COLOURS: dict[RunState, str] = {
     "running": "cyan",
     "stopped": "yellow",
     "failed": "red",
@@ -29,6 +27,7 @@ _TABLE = Table[RunLine](
         "last written": lambda run: f"{duration(run.age_s)} ago",
     },
     left=2,
+    remark=lambda run: run.why.replace("SIGTERM", "SIGTERM or Ctrl-C"),
 )
 
 
@@ -43,13 +42,4 @@ def runs(
     Example: `dmt runs runs`
     """
     found = [run_line(path) for path in find_runs(folder)]
-    output(as_json, {"runs": found}, _lines(found))
-
-
-def _lines(found: Sequence[RunLine]) -> Iterator[Text]:
-    header, *lines = _TABLE.lines(found, lambda run: COLOURS[run.state])
-    yield header
-    for run, line in zip(found, lines, strict=True):
-        if run.why:
-            line.append(f"  {run.why.replace('SIGTERM', 'SIGTERM or Ctrl-C')}")
-        yield line
+    output(as_json, {"runs": found}, _TABLE.lines(found, lambda run: _COLOURS[run.state]))
