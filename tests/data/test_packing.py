@@ -75,7 +75,7 @@ def test_only_trained_tokens_are_labels(
         np.int32,
         [[token if trained else -1 - token for token, trained in one] for one in documents],
     )
-    data = TokenizedData(read_indexed(tmp_path / "given"), "", "given", is_marked=True)
+    data = TokenizedData(read_indexed(tmp_path / "given"), "", "given")
     stream = TokenStream.whole(data)
     apart = StreamSamples(stream, 9, RowParts.documents(stream), rows_per_sample=2)
     assert len(apart) == len(documents) // 2
@@ -128,7 +128,7 @@ def test_no_sample_beyond_the_end(tokenized: Tokenized) -> None:
 
 def test_token_outside_the_model_is_an_error(tokenized: Tokenized) -> None:
     dataset = StreamSamples(TokenStream.whole(tokenized([[1, 300, 3]])), 2, vocab_size=257)
-    with pytest.raises(DataError, match=r"token ids from 1 to 300; the model has 257"):
+    with pytest.raises(DataError, match=r"holds the token id 300; the model has 257"):
         dataset.rows(0)
 
 

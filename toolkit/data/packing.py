@@ -32,7 +32,7 @@ class TokenStream:
     ) -> None:
         """Join the runs [start, stop) of the file. Together they hold `n_documents`."""
         kept = stops > starts
-        self._data = data
+        self.data = data
         self.n_documents = n_documents
         self._starts, self._stops = starts[kept], stops[kept]
         # Position in the stream of the first token of each run, and behind the last one.
@@ -60,23 +60,13 @@ class TokenStream:
     def __len__(self) -> int:
         return int(self._at[-1])
 
-    @property
-    def name(self) -> str:
-        """Where the tokens lie, for messages."""
-        return self._data.name
-
-    @property
-    def is_marked(self) -> bool:
-        """See `TokenizedData`."""
-        return self._data.is_marked
-
     def read(self, start: int, stop: int) -> tuple[Int64Array, Int64Array]:
         """Stored tokens `start … stop - 1`, int64 [stop - start], and which end a document.
 
         The second array holds the places, counted from `start`, of the last tokens of
         documents.
         """
-        tokens = self._data.indexed.tokens
+        tokens = self.data.indexed.tokens
         pieces = self._pieces(start, stop)
         read = np.concatenate([tokens[first:behind] for first, behind, _ in pieces])
         return read.astype(np.int64), self.document_ends(start, stop)
@@ -108,7 +98,7 @@ class TokenStream:
 
     def _document_ends(self, first: int, behind: int) -> Int64Array:
         """File positions, within [first, behind), of the last tokens of documents."""
-        indexed = self._data.indexed
+        indexed = self.data.indexed
         itemsize = indexed.tokens.itemsize
         # A document ends where the next one starts.
         low = bisect_right(indexed.document_offsets, first * itemsize)
@@ -238,25 +228,17 @@ class StreamSamples:
         """Tokens `start … stop - 1` as far as there are any. The second as of
         `TokenStream.read`."""
         stored, ends = self.stream.read(start, min(stop, len(self.stream)))
-        return self._marked(stored), ends
-
-    def _marked(self, stored: Int64Array) -> MarkedTokens:
-        if self.stream.is_marked:
-            trained = stored >= 0
-            return MarkedTokens(np.where(trained, stored, ~stored), trained)
-        self._check_vocabulary(stored)
-        return MarkedTokens(stored, np.ones(len(stored), dtype=np.bool_))
-
-    def _check_vocabulary(self, tokens: Int64Array) -> None:
+        trained = stored >= 0
+        ids = np.where(trained, stored, ~stored)
         # Only data that DMT did not tokenise itself can fail here. Without the check the
         # embedding fails, on a GPU far from the cause.
-        low, high = int(tokens.min()), int(tokens.max())
-        if self._vocab_size is not None and not 0 <= low <= high < self._vocab_size:
+        if self._vocab_size is not None and (highest := int(ids.max())) >= self._vocab_size:
             raise DataError(
-                f"{self.stream.name} holds token ids from {low} to {high}; the model has "
+                f"{self.stream.data.name} holds the token id {highest}; the model has "
                 f"{self._vocab_size} tokens",
                 fix="use data made with the model's tokenizer",
             )
+        return MarkedTokens(ids, trained), ends
 
 
 def packed_rows(stream: TokenStream, length: int) -> Iterator[Int64Array]:

@@ -68,12 +68,11 @@ SentencePiece model may see one more word start per piece."""
 @dataclass(frozen=True)
 class TokenizedData:
     indexed: IndexedTokens
+    """A token that is not trained is stored as the complement of its id, which is negative."""
     fingerprint: str
     """Changes with the documents and with the tokenizer."""
     name: str
     """Path of the pair of files, for messages."""
-    is_marked: bool = False
-    """Whether a token that is not trained is stored as the complement of its id."""
     row_numbers: Int64Array | None = None
     """Row of the data set that each conversation comes from, ascending [documents]. None where
     documents are texts."""

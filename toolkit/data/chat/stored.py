@@ -94,7 +94,7 @@ def prepare_chats(
     tokens, starts = indexed.tokens, indexed.document_offsets
     last = int(starts[-1]) // tokens.itemsize
     chats = IndexedTokens(tokens[:last], starts[:-1])
-    return TokenizedData(chats, key, str(prefix), True, tokens[last:], report)
+    return TokenizedData(chats, key, str(prefix), tokens[last:], report)
 
 
 def _batches(
