@@ -137,7 +137,11 @@ ROWS = [
         parquet(text=[{"body": "x"}]),
         "map.parquet, row 1: `text` holds a map, not text",
     ),
-    Case("latin1.parquet", invalid_utf8_in_parquet, "latin1.parquet, row 2: `text` is not"),
+    Case(
+        "latin1.parquet",
+        invalid_utf8_in_parquet,
+        "latin1.parquet, rows 1 to 3: 'utf-8' codec can't",
+    ),
     Case("pickle.parquet", pickled, "pickle.parquet: Parquet magic bytes not found"),
     Case("cut.arrow", raw(b"ARROW1" * 9), "cut.arrow: "),
     Case("pickle.arrow", pickled, "pickle.arrow: "),

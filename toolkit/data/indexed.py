@@ -51,7 +51,6 @@ _DTYPES: dict[int, type[np.integer[Any]]] = {
 _SEAL = b"DMT XXH3"
 _hash = xxhash.xxh3_128
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_LONGEST_SEQUENCE = 2**31 - 1
 _CHECKED_AT_ONCE = 2**20
 _REBUILD = "build the pair of files again; both must come from the same, finished run"
 
@@ -224,7 +223,6 @@ def write_chunks(
                 ids = np.ascontiguousarray(tokens, dtype=dtype)
                 stream.write(ids.data)
                 hashed.update(ids.data)
-                _check_lengths(ended, len(lengths))
                 lengths.extend(ended)
             _sync(stream)
         with unfinished[1].open("wb") as stream:
@@ -237,21 +235,15 @@ def write_chunks(
         pair[1].unlink(missing_ok=True)
         for path, whole in zip(unfinished, pair, strict=True):
             path.replace(whole)
+    except OverflowError as error:
+        raise DataError(
+            f"document {len(lengths)} has {2**31:,} tokens or more, which the indexed format "
+            "does not allow",
+            fix="split it into several files or rows",
+        ) from error
     finally:
         for path in unfinished:
             path.unlink(missing_ok=True)
-
-
-def _check_lengths(lengths: Sequence[int], first: int) -> None:
-    """Raise DataError for a document that the index cannot hold. `first` is the number of the
-    first one."""
-    for number, length in enumerate(lengths, start=first):
-        if length > _LONGEST_SEQUENCE:
-            raise DataError(
-                f"document {number} has {length:,} tokens; the indexed format allows "
-                f"{_LONGEST_SEQUENCE:,}",
-                fix="split it into several files or rows",
-            )
 
 
 def _index_of(dtype: type[np.integer[Any]], lengths: npt.NDArray[np.int32]) -> Iterator[bytes]:

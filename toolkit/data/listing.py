@@ -47,31 +47,18 @@ def _matching(pattern: str) -> Sequence[DataFile]:
         if stored := list_files(pattern):
             return stored
         raise DataError(f"no file matches `{shown(pattern)}`", fix=fix)
-    if files := [path for path in matching_paths(pattern) if path.is_file()]:
+    # Hidden files only by their name. The name of a file that exists is no glob.
+    found = [_expand(pattern)]
+    if not os.path.lexists(found[0]):
+        found = sorted(glob.glob(_expand(pattern, glob.escape), recursive=True))  # noqa: PTH207
+    paths = [Path(os.path.abspath(path)) for path in found]  # noqa: PTH100 - without `..`
+    if files := [path for path in paths if path.is_file()]:
         return files
     raise DataError(f"no file matches `{_expand(pattern)}`", fix=fix)
 
 
-def matching_paths(pattern: str) -> list[Path]:
-    """Files and folders that match a glob, sorted. Hidden ones only by their name. The name of
-    one that exists is no glob."""
-    found = [_expand(pattern)]
-    if not os.path.lexists(found[0]):
-        found = sorted(glob.glob(_expand(pattern, glob.escape), recursive=True))  # noqa: PTH207
-    return [Path(os.path.abspath(path)) for path in found]  # noqa: PTH100 - without `..`
-
-
 def _expand(pattern: str, escape: Callable[[str], str] = str) -> str:
     return pattern.replace(STDLIB, escape(sysconfig.get_path("stdlib")))
-
-
-def check_beginning(file: Path) -> None:
-    """`check_text` of a file."""
-    try:
-        with file.open("rb") as stream:
-            check_text(file, stream.read(_BEGINNING))
-    except OSError as error:
-        raise unreadable(file, error) from error
 
 
 def check_text(file: DataFile, beginning: bytes) -> None:

@@ -17,10 +17,11 @@ from toolkit.data.chat.conversations import (
     examples_of,
 )
 from toolkit.data.columns import check_column
-from toolkit.data.listing import check_beginning, find_files
+from toolkit.data.listing import find_files
 from toolkit.data.readers import columns_of, ending_of, read_rows
 from toolkit.data.records import data_files
 from toolkit.data.remote import DataFile, check_package
+from toolkit.data.sources import blocks_of
 from toolkit.data.tokenizers import (
     BYTES,
     check_vocabulary,
@@ -166,7 +167,7 @@ def _source_problems(key: str, source: Source, data: DataSection) -> Iterator[Pr
             if here := [pattern for pattern in source.files if pattern not in remote]:
                 for file in find_files(here):
                     if isinstance(file, Path):
-                        check_beginning(file)
+                        next(blocks_of(file), b"")
     except (DataError, BackendUnavailable) as error:
         yield Problem(setting, error.message, allowed, error.fix)
 

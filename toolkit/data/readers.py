@@ -92,9 +92,8 @@ def columns_of(file: DataFile) -> tuple[dict[str, object], bool]:
             case ".parquet" | ".arrow":
                 with _opened_table(file) as (schema, batches):
                     columns = dict.fromkeys(schema.names)
-                    for _, row in islice(rows_of(batches(None), file), ROWS_AT_ONCE):
-                        if isinstance(row, dict):
-                            add_examples(columns, row)
+                    for _, values in islice(rows_of(batches(None), file), ROWS_AT_ONCE):
+                        add_examples(columns, values)
                 return columns, True
             case ".txt":
                 return {"text": ""}, True
@@ -249,7 +248,7 @@ def _rows_of_table(file: DataFile, source: RowsSource) -> Iterator[tuple[str, ob
 
 def rows_of(
     batches: Iterable[Any], name: object, types: Mapping[str, Any] | None = None
-) -> Iterator[tuple[str, object]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of record batches of the file `name`, decoded by these `Features` of `datasets`
     if there are any."""
     before = 0
@@ -260,11 +259,12 @@ def rows_of(
     )
     for batch in slices:
         try:
-            rows: list[object] = batch.to_pylist()
-        except UnicodeDecodeError:
-            rows = [_row(batch, number) for number in range(len(batch))]
+            rows: list[dict[str, Any]] = batch.to_pylist()
+        except UnicodeDecodeError as error:
+            where = f"rows {before + 1:,} to {before + len(batch):,}"
+            raise DataError(f"{name}, {where}: {error}", fix=CORRECT) from error
         for number, row in enumerate(rows, before + 1):
-            if types is not None and isinstance(row, dict):
+            if types is not None:
                 row = without_added_nulls(types.decode_example(row), types)  # type: ignore[attr-defined]
             yield f"{name}, row {number:,}", row
         before += len(rows)
@@ -285,13 +285,3 @@ def _without_added(value: Any, kind: Any) -> Any:
         pairs = ((key, item) for key, item in value.items() if item is not None)
         return {key: _without_added(item, kind.get(key)) for key, item in pairs}
     return value
-
-
-def _row(batch: Any, number: int) -> object:
-    row = {}
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        try:
-            row[name] = column[number].as_py()
-        except UnicodeDecodeError:
-            return Broken(f"`{name}` is not UTF-8")
-    return row

@@ -59,7 +59,7 @@ def _texts_of_files(files: Sequence[DataFile]) -> Iterator[Iterable[str]]:
     """One document per file. Bytes that are not UTF-8 become U+FFFD, reported once."""
     not_utf8: list[DataFile] = []
     for file in files:
-        yield decoded(_blocks(file), partial(not_utf8.append, file))
+        yield decoded(blocks_of(file), partial(not_utf8.append, file))
     if not_utf8:
         logger.warning(
             "not UTF-8: %d of %d files; their undecodable bytes were replaced by U+FFFD "
@@ -70,7 +70,8 @@ def _texts_of_files(files: Sequence[DataFile]) -> Iterator[Iterable[str]]:
         )
 
 
-def _blocks(file: DataFile) -> Iterator[bytes]:
+def blocks_of(file: DataFile) -> Iterator[bytes]:
+    """The bytes of a file. Raises DataError where it is not text or cannot be read."""
     try:
         with file.open("rb") as stream:
             if block := stream.read(_BLOCK_BYTES):

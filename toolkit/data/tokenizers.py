@@ -25,7 +25,6 @@ CHATML = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 """The shipped chat template: works with every tokenizer, `bytes` included."""
-_SHIPPED = {"chatml": CHATML}
 _NAME_ONE = f"give a folder with a tokenizer.json, a hub id, or `{BYTES}`"
 _OLDER_FILES = ("*.model", "vocab*", "*.tiktoken")
 """Files of which transformers makes a fast tokenizer if there is no tokenizer.json."""
@@ -54,8 +53,8 @@ def stated_template(stated: str) -> str:
 
     Raises DataError when the file cannot be read.
     """
-    if stated in _SHIPPED:
-        return _SHIPPED[stated]
+    if stated == "chatml":
+        return CHATML
     if "{" in stated:
         return stated
     try:
