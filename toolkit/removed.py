@@ -62,14 +62,8 @@ def _is_unset(path: str, value: object) -> bool:
     """Whether a value is null or the former default. For a section, whether every value is."""
     default = removed().defaults.get(path)
     if isinstance(default, Mapping) and isinstance(value, Mapping):
-        return all(key in default and _same(default[key], value[key]) for key in value)
-    return value is None or _same(default, value)
-
-
-def _same(default: object, value: object) -> bool:
-    """Whether a value equals the default. `true` does not equal 1."""
-    kinds = (int, float) if isinstance(default, float) else (type(default),)
-    return type(value) in kinds and value == default
+        return all(key in default and default[key] == value[key] for key in value)
+    return value is None or value == default
 
 
 def removed_command(arguments: Sequence[str]) -> tuple[str, str] | None:
