@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from toolkit.run.ending import PEER_LOST
+from toolkit.run.events import PEER_LOST
 
 run_dir, behaviour = Path(sys.argv[1]), sys.argv[2]
 rank = int(os.environ["RANK"])

@@ -22,7 +22,7 @@ from toolkit.launchers.process import FAILED_GRACE_S, StopSignals
 from toolkit.recipe.schema import ClusterSection
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST
+from toolkit.run.events import PEER_LOST
 
 
 def run_stand_ins(run_dir: Path, behaviour: str, failed_grace_s: float) -> int:

@@ -21,7 +21,7 @@ from toolkit.launchers.outcome import failure_reason, newest_step
 from toolkit.launchers.process import StopSignals
 from toolkit.recipe.schema import ClusterSection, LaunchSection
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST
+from toolkit.run.events import PEER_LOST
 from toolkit.text.terminal import tell
 
 # A worker of one line: `starts` counts its starts, `save(step)` commits.

@@ -14,7 +14,7 @@ from tests.processes import HANG_S, wait_until
 from tests.warm import WarmPython
 from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import hang_of
+from toolkit.run.events import hang_of
 
 RANK = Path(__file__).with_name("watched_rank.py")
 LIMIT_S = 5.0

@@ -54,8 +54,7 @@ from toolkit.launchers.process import POLL_S, StopRequested, StopSignals
 from toolkit.launchers.ranks import RankWatch
 from toolkit.run.assignment import MEETING
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import cause_in
-from toolkit.run.events import EventLog
+from toolkit.run.events import EventLog, cause_in
 from toolkit.text.terminal import tell
 
 JOIN_LIMIT_S = 600

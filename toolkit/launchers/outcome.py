@@ -13,7 +13,7 @@ from toolkit.errors import (
     EXIT_USER_ERROR,
 )
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST, cause_in, hang_of
+from toolkit.run.events import PEER_LOST, cause_in, hang_of
 from toolkit.text.redact import redact
 from toolkit.text.terminal import tell
 

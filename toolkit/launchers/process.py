@@ -10,8 +10,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, Self
 
-from toolkit.run.ending import STACKS_SIGNAL
-from toolkit.system.handlers import STOP_SIGNALS, handling
+from toolkit.system.handlers import STACKS_SIGNAL, STOP_SIGNALS, handling
 
 FAILED_GRACE_S = 5.0
 """Grace period of the other ranks after one failed: they cannot save any more."""

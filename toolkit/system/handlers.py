@@ -16,6 +16,10 @@ STOP_SIGNALS = (
 """Save, then exit. SIGHUP: the terminal or ssh connection is gone; SIGQUIT: Ctrl-\\; SIGUSR1:
 Slurm, ahead of a time limit (`--signal=USR1@120`)."""
 
+STACKS_SIGNAL = signal.SIGUSR2
+"""On this signal, a training rank writes the stacks of all its threads to its log and
+continues."""
+
 
 @contextmanager
 def handling(

@@ -28,8 +28,8 @@ from toolkit.data.progress import Item
 from toolkit.errors import EXIT_FAILED
 from toolkit.models.weights import WeightSource
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import STACKS_SIGNAL, hang_of
-from toolkit.run.events import EventLog, process_age_s
+from toolkit.run.events import EventLog, hang_of, process_age_s
+from toolkit.system.handlers import STACKS_SIGNAL
 from toolkit.text.terminal import printable, tell
 from toolkit.text.units import duration
 

@@ -27,7 +27,7 @@ from toolkit.run.announce import show_results
 from toolkit.run.assignment import Assignment, assign, read_assignment
 from toolkit.run.claim import claim
 from toolkit.run.directory import RunDirectory
-from toolkit.run.ending import PEER_LOST, cause_in
+from toolkit.run.events import PEER_LOST, cause_in
 from toolkit.run.rank_log import setup_rank_logging
 from toolkit.system.failpoints import failpoint
 from toolkit.text.terminal import survive_lost_output, tell
