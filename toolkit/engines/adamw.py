@@ -1,7 +1,8 @@
 """AdamW, whichever implementation an engine uses (torch's, DeepSpeed's, a fused one): which
 parameters decay, moments and step counts. The optimizer of `owners.py` is included."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,30 +17,33 @@ from toolkit.recipe.schema import OptimizerSection
 def parameter_groups(
     parameters: Iterable[tuple[nn.Parameter, Collection[str]]],
     settings: OptimizerSection,
+    owned: Set[nn.Parameter] = frozenset(),
 ) -> list[dict[str, Any]]:
     """Optimizer groups of the trained parameters: weight decay for matrices, none for norms and
-    biases, and the multipliers of `settings.groups`.
+    biases, and the multipliers of `settings.groups`. Those that an `UpdateRule` updates, the
+    `owned` ones, have groups of their own.
 
     Each of `parameters` comes with the checkpoint tensors that it consists of. Norm weights and
     biases are exactly the parameters with one dimension, and the stacked biases of experts.
     Under ZeRO-3 a parameter's own shape is empty and `ds_shape` holds the real one.
     """
-    found: dict[Multipliers, list[nn.Parameter]] = {}
+    found: dict[tuple[Multipliers, bool], list[nn.Parameter]] = {}
     for parameter, tensors in parameters:
         if parameter.requires_grad:
             shape = getattr(parameter, "ds_shape", parameter.shape)
             own = multipliers(settings.groups, tensors)
             decays = len(shape) > 1 and not any(name.endswith("bias") for name in tensors)
             own = own if decays else own._replace(wd=0.0)
-            found.setdefault(own, []).append(parameter)
+            found.setdefault((own, parameter in owned), []).append(parameter)
     return [
         {
             "params": members,
             "weight_decay": settings.weight_decay * own.wd,
             "lr_mult": own.lr,
             "wd_mult": own.wd,
+            "owned": by_rule,
         }
-        for own, members in sorted(found.items(), key=lambda item: item[0], reverse=True)
+        for (own, by_rule), members in sorted(found.items(), key=itemgetter(0), reverse=True)
     ]
 
 

@@ -224,21 +224,15 @@ class OwnerOptimizer(torch.optim.AdamW):
         self.state[parameter]["step"] += 1
 
 
-def new_optimizer(
-    groups: Iterable[dict[str, Any]],
-    placed: Iterable[tuple[nn.Parameter, Iterable[Block]]],
-    settings: OptimizerSection,
-) -> OwnerOptimizer:
-    """The recipe's optimizer, with the rule's parameters in separate groups. `placed` are the
+def owned_of(
+    placed: Iterable[tuple[nn.Parameter, Iterable[Block]]], settings: OptimizerSection
+) -> set[nn.Parameter]:
+    """The parameters that the recipe's optimizer updates as whole tensors. `placed` are the
     model's parameters with their checkpoint tensors."""
-    whole = whole_of(settings)
-    taken = {parameter for parameter, blocks in placed if takes(whole, blocks)}
-    divided = []
-    for group in groups:
-        for owned in (True, False):
-            params = [p for p in group["params"] if (p in taken) == owned]
-            divided += [{**group, "params": params, "owned": owned}] if params else []
-    return OwnerOptimizer(divided, settings)
+    whole = settings.kind.whole
+    if whole is None:
+        return set()
+    return {parameter for parameter, blocks in placed if takes(whole, blocks)}
 
 
 class Unit:

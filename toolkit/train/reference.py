@@ -139,16 +139,11 @@ class ReferenceTable:
 
 def _of_all_ranks(mine: torch.Tensor, layout: Layout, together: AllRanks) -> torch.Tensor:
     """The rows of a global batch, from every data-parallel rank's share."""
-    rank = together.ranks.rank
-    share, sizes = layout.data_rank(rank), layout.micro_batches
-    each = len(mine) // sizes[share]
-    everyones = torch.zeros(each * sum(sizes))
-    if not any(layout.data_rank(other) == share for other in range(rank)):
-        # Of the ranks that have this share, the first.
-        first = each * sum(sizes[:share])
-        everyones[first : first + len(mine)] = mine
-    dist.all_reduce(everyones, group=together.group)
-    return everyones
+    shares: list[tuple[int, torch.Tensor]] = [(0, mine)] * layout.world
+    own = layout.data_rank(together.ranks.rank), mine
+    dist.all_gather_object(shares, own, group=together.group)
+    rows = dict(shares)
+    return torch.cat([rows[share] for share in sorted(rows)])
 
 
 def _read(path: Path, shape: tuple[int, int]) -> Values:

@@ -8,6 +8,7 @@ one of them, it is refused, because either could be meant.
 import copy
 import json
 import math
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -89,7 +90,7 @@ def open_config(config: str) -> JsonFile:
     """
     if config in PRESETS:
         return read_json(preset_path(config))
-    if Path(config).is_file():
+    if os.path.isfile(config):  # noqa: PTH113 - pathlib raises where a name is too long
         return read_json(Path(config))
     allowed = f"{', '.join(PRESETS)}, or a DeepSpeed JSON file of your own"
     fix = did_you_mean(config, PRESETS, "correct the path")

@@ -21,7 +21,7 @@ from toolkit.engines.base import (
     refusal,
 )
 from toolkit.engines.deepspeed import ops
-from toolkit.engines.deepspeed.models import build_model, import_deepspeed
+from toolkit.engines.deepspeed.models import MegatronShard, TransformersModel, import_deepspeed
 from toolkit.engines.deepspeed.state import (
     follow_masters,
     loss_scale,
@@ -37,8 +37,8 @@ from toolkit.engines.distributed import running_sum, to_device
 from toolkit.engines.owners import (
     OwnerOptimizer,
     bind,
-    new_optimizer,
     owned_by,
+    owned_of,
     owner_shards,
 )
 from toolkit.engines.setup import EngineSetup
@@ -70,13 +70,19 @@ class DeepSpeedEngine(totals.LogProbEngine):
             verbose=False,
         )
         self.context = setup.context_group()
-        self.model = build_model(setup, self.context)
+        self.model = (
+            MegatronShard(setup)
+            if setup.plan.model == "megatron"
+            else TransformersModel(setup, self.context)
+        )
         self.data_group = self.model.data_group
         module = self.model.module
         self.veto = Veto(module)
+        placed = [(parameter, blocks) for parameter, blocks, _ in self.model.placed()]
         groups = adam.parameter_groups(
-            ((p, {block.tensor for block in blocks}) for p, blocks, _ in self.model.placed()),
+            ((parameter, {block.tensor for block in blocks}) for parameter, blocks in placed),
             setup.optimizer,
+            owned_of(placed, setup.optimizer),
         )
         for index, group in enumerate(groups):  # by which DeepSpeed sets experts apart
             group["name"] = f"group {index}"
@@ -104,8 +110,7 @@ class DeepSpeedEngine(totals.LogProbEngine):
 
         if OwnerOptimizer not in ZERO_SUPPORTED_OPTIMIZERS:  # others give a warning
             ZERO_SUPPORTED_OPTIMIZERS.append(OwnerOptimizer)
-        placed = ((parameter, blocks) for parameter, blocks, _ in self.model.placed())
-        return new_optimizer(groups, placed, self.setup.optimizer)
+        return OwnerOptimizer(groups, self.setup.optimizer)
 
     def _bind_optimizer(self) -> None:
         """Bind an optimizer with owners to the tensors of this rank. From stage 1 on a group is

@@ -52,54 +52,13 @@ def import_deepspeed() -> Any:
     return deepspeed
 
 
-class TrainedModel:
-    """The interface that the engine uses. The defaults are those of a whole model."""
+class TransformersModel:
+    """A whole transformers model. Under ZeRO-3 it is sharded while it is built."""
 
-    module: nn.Module
-    balance: Balance
     mpu: Any = None
     """DeepSpeed's view of the model-parallel groups. None without them."""
     data_group: dist.ProcessGroup | None = None
     """Ranks that hold the same parameters and different samples. None for all."""
-
-    def seed_dropout(self) -> None:
-        """Seed further random streams of the next step from torch's seed."""
-
-    def log_probs(
-        self, engine: nn.Module, batch: MicroBatch, context: Context | None
-    ) -> Tensor:
-        """log p(label), 0 where the label is `IGNORE_INDEX`: fp32 [micro_batch, sequence]."""
-        raise NotImplementedError
-
-    def gradient_norm(self, module: nn.Module) -> Tensor:
-        """L2 norm of the whole model's gradients: float64 scalar."""
-        return distributed.gradient_norm(module.parameters())
-
-    def restore_buffers(self, module: nn.Module) -> None:
-        """Restore the fp32 values of buffers that DeepSpeed cast to 16 bits."""
-
-    def biases(self) -> Iterator[StateShard]:
-        """The routers' correction biases."""
-        return iter(())
-
-    def placed(self) -> Iterator[PlacedParameter]:
-        """Every parameter with the checkpoint rectangles that it is made of."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Leave the model-parallel groups."""
-        raise NotImplementedError
-
-
-def build_model(setup: EngineSetup, context: Context | None) -> TrainedModel:
-    """The model that the plan names, filled with its initial weights. Collective."""
-    if setup.plan.model == "megatron":
-        return MegatronShard(setup)
-    return TransformersModel(setup, context)
-
-
-class TransformersModel(TrainedModel):
-    """A whole transformers model. Under ZeRO-3 it is sharded while it is built."""
 
     def __init__(self, setup: EngineSetup, context: Context | None) -> None:
         self.config, self.weights = setup.model_config, setup.weights
@@ -110,19 +69,30 @@ class TransformersModel(TrainedModel):
         self.module = model
         self.balance = Balance.of_transformers(setup, model, context)
 
+    def seed_dropout(self) -> None:
+        """Nothing: further random streams of the next step, which torch's seed does not set."""
+
     def log_probs(
         self, engine: nn.Module, batch: MicroBatch, context: Context | None
     ) -> Tensor:
+        """log p(label), 0 where the label is `IGNORE_INDEX`: fp32 [micro_batch, sequence]."""
         return hf.log_probs(engine, batch, context)
 
+    def gradient_norm(self, module: nn.Module) -> Tensor:
+        """L2 norm of the whole model's gradients: float64 scalar."""
+        return distributed.gradient_norm(module.parameters())
+
     def restore_buffers(self, module: nn.Module) -> None:
+        """Restore the fp32 values of buffers that DeepSpeed cast to 16 bits."""
         hf.restore_buffers(module, self.config)
         hf.fill_biases(module, self.weights)
 
     def biases(self) -> Iterator[StateShard]:
+        """The routers' correction biases."""
         return bias_shards(self.module, saved_here=dist.get_rank() == 0)
 
     def placed(self) -> Iterator[PlacedParameter]:
+        """Every parameter with the checkpoint rectangles that it is made of."""
         for name, parameter in hf.named_parameters(self.module):
             shape = getattr(parameter, "ds_shape", parameter.shape)
             yield PlacedParameter(parameter, parameter_blocks(name, shape), saved_here=True)
@@ -134,8 +104,9 @@ class TransformersModel(TrainedModel):
         groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
 
 
-class MegatronShard(TrainedModel):
-    """This rank's tensor-parallel part of a GPTModel (one pipeline stage)."""
+class MegatronShard:
+    """This rank's tensor-parallel part of a GPTModel (one pipeline stage). Its methods do what
+    those of `TransformersModel` do."""
 
     def __init__(self, setup: EngineSetup) -> None:
         from megatron.core import parallel_state
@@ -177,7 +148,7 @@ class MegatronShard(TrainedModel):
             split = getattr(parameter, "sequence_parallel", False)
             is_partial = split or "q_layernorm" in name or "k_layernorm" in name
             if is_partial and parameter.requires_grad and self.tensor_group.size() > 1:
-                parameter.register_hook(summed)  # type: ignore[no-untyped-call]
+                parameter.register_hook(summed)
 
     def seed_dropout(self) -> None:
         from toolkit.models.megatron.model import seed_dropout
@@ -205,6 +176,13 @@ class MegatronShard(TrainedModel):
         if split:
             dist.all_reduce(squares[0], group=self.tensor_group)
         return torch.stack(squares).sum().sqrt()
+
+    def restore_buffers(self, module: nn.Module) -> None:
+        """Nothing."""
+
+    def biases(self) -> Iterator[StateShard]:
+        """None: models with experts use another engine."""
+        return iter(())
 
     def placed(self) -> Iterator[PlacedParameter]:
         from toolkit.models.megatron import weights

@@ -40,7 +40,7 @@ from toolkit.engines.base import (
 )
 from toolkit.engines.distributed import joint_norm, running_sum, to_device
 from toolkit.engines.fsdp import config as fsdp_config
-from toolkit.engines.owners import bind, local, new_optimizer, owned_by, owner_shards
+from toolkit.engines.owners import OwnerOptimizer, bind, local, owned_by, owned_of, owner_shards
 from toolkit.engines.setup import EngineSetup
 from toolkit.layout import DTYPES
 from toolkit.models import huggingface as hf
@@ -178,10 +178,11 @@ class FsdpEngine(totals.LogProbEngine):
         allocates a temporary as large as the weights.
         """
         settings = self.setup.optimizer
-        groups = adam.parameter_groups(hf.tensors_of(self.model), settings)
+        placed = ((p, parameter_blocks(n, p.shape)) for n, p in self.shards.items())
+        owned = owned_of(placed, settings)
+        groups = adam.parameter_groups(hf.tensors_of(self.model), settings, owned)
         if settings.kind.whole is not None:
-            placed = ((p, parameter_blocks(n, p.shape)) for n, p in self.shards.items())
-            self.optimizer = optimizer = new_optimizer(groups, placed, settings)
+            self.optimizer = optimizer = OwnerOptimizer(groups, settings)
             bind(owned_by(optimizer), self.state, self.setup)
             return
         self.optimizer = torch.optim.AdamW(

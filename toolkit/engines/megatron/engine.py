@@ -40,7 +40,7 @@ from toolkit.engines.base import (
 )
 from toolkit.engines.distributed import to_device
 from toolkit.engines.megatron import state as megatron_state
-from toolkit.engines.owners import OwnerOptimizer, bind, owned_by, owner_shards, takes
+from toolkit.engines.owners import OwnerOptimizer, bind, owned_by, owned_of, owner_shards
 from toolkit.engines.setup import EngineSetup
 from toolkit.models.adapters.megatron import attach
 from toolkit.models.megatron import cpu, weights
@@ -109,7 +109,7 @@ class MegatronEngine(Engine):
             optimizer = get_megatron_optimizer(
                 config,
                 self.replicas,
-                {**self._group_overrides(), **self._owned_overrides()},
+                self._group_overrides(),
                 use_gloo_process_groups=False,
             )
         for group in optimizer.param_groups:
@@ -122,28 +122,19 @@ class MegatronEngine(Engine):
         return optimizer
 
     def _group_overrides(self) -> dict[ParamKey, dict[str, float]]:
-        """Every optimizer group's multipliers that are not 1, in megatron-core's format."""
-        overrides = {}
+        """What sets an optimizer's groups apart, in megatron-core's format: multipliers that
+        are not 1, and whether an `UpdateRule` has the parameters."""
+        overrides, settings = {}, self.setup.optimizer
+        shards = [*weights.shards(self.chunks, self.model)]
+        owned = owned_of(((shard.parameter, shard.blocks) for shard in shards), settings)
         tensors = weights.tensors_of(self.chunks, self.model)
-        for group in adam.parameter_groups(tensors, self.setup.optimizer):
+        for group in adam.parameter_groups(tensors, settings, owned):
             named = {name: group[name] for name in ("lr_mult", "wd_mult") if group[name] != 1}
+            named |= {"owned": True} if group["owned"] else {}
             members = {id(parameter) for parameter in group["params"]}
             chosen = ParamPredicate(str(named), lambda one, ids=members: id(one) in ids)
             overrides[ParamKey(predicate=chosen)] = named
         return overrides
-
-    def _owned_overrides(self) -> dict[ParamKey, Any]:
-        """Marker that puts the parameters of an `UpdateRule` into separate groups."""
-        whole = self.setup.optimizer.kind.whole
-        if whole is None:
-            return {}
-        owned = {
-            shard.parameter
-            for shard in weights.shards(self.chunks, self.model)
-            if takes(whole, shard.blocks)
-        }
-        taken = ParamPredicate(name="owned", fn=lambda parameter: parameter in owned)
-        return {ParamKey(predicate=taken): {"owned": True}}
 
     def _use_own(self, optimizer: Any) -> None:
         """Replace every optimizer of the chain by ours, with the same groups.
