@@ -1,18 +1,55 @@
 """Replicas that differ in one bit are found and named; parts of a model are not replicas."""
 
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engines.cases import MIXTRAL, Case, megatron
+from tests.engines.cases import (
+    MIXTRAL,
+    Case,
+    first_batch,
+    megatron,
+    new_engine,
+)
 from tests.forked import run_ranks
-from tests.train.replica_worker import compare_all
+from toolkit.engines.distributed import Ranks, join, leave
+from toolkit.errors import DmtError
 from toolkit.train import replica_check
-from toolkit.train.replica_check import digest, odd_ranks, set_aside_after
+from toolkit.train.replica_check import ReplicaCheck, digest, odd_ranks, set_aside_after
+
+
+def compare(case: Case, ranks: Ranks, flipped: int) -> dict[str, Any]:
+    """What the check says of equal replicas, and which error it raises for unequal ones."""
+    engine, layout = new_engine(case, ranks)
+    batches, count = first_batch(ranks, layout)
+    engine.train_step(batches, count, 1e-3)
+    check = ReplicaCheck(engine, layout, agreed_step=0, distrust=str)
+    said = [check.check(1), check.check(2)]
+    if ranks.rank == flipped and (weights := list(engine.replicated_weights())):
+        _, weight = weights[-1]
+        weight.data.view(-1).view(torch.int32)[-1] ^= 1
+    try:
+        check.check(3)
+        error = None
+    except DmtError as found:
+        error = f"{type(found).__name__}: {found}"
+    engine.close()
+    return {"said": said, "error": error}
+
+
+def compare_all(cases: Sequence[Case], flipped: int) -> list[dict[str, Any]]:
+    """What `compare` finds on this rank for each case; a bit flips on rank `flipped`."""
+    ranks = join()
+    found = [compare(case, ranks, flipped) for case in cases]
+    leave()
+    return found
+
 
 HOST = socket.gethostname()
 

@@ -151,23 +151,6 @@ def test_a_path_that_cannot_be_a_directory(tmp_path):
         create(tmp_path / "file" / "run", recipe())
 
 
-def test_no_secret_is_written(tmp_path, monkeypatch):
-    monkeypatch.setenv("MY_API_KEY", CANARY)
-    RunDirectory.create(
-        tmp_path,
-        recipe(data={"train": {"kind": "hf", "path": f"https://user:{CANARY}@host/set"}}),
-        {"engine": "deepspeed", "reasons": [f"because {CANARY}"]},
-        ["dmt", "launch", f"--set=data.train.path={CANARY}", f"quote'{CANARY}"],
-        {"note": CANARY},
-    )
-    for file in tmp_path.rglob("*"):
-        assert not file.is_file() or CANARY not in file.read_text(), file
-    assert json.loads((tmp_path / "plan.json").read_text()) == {
-        "engine": "deepspeed",
-        "reasons": ["because ***"],
-    }
-
-
 @pytest.fixture
 def root_logger():
     root = logging.getLogger()

@@ -90,26 +90,6 @@ def test_agrees_with_transformers(name, decay, warmup):
     assert rates(total, schedule)[:warmup] == pytest.approx(warm, abs=1e-12)
 
 
-@given(
-    name=st.sampled_from(["cosine", "linear", "wsd"]),
-    total=st.integers(1, 500),
-    warmup=st.integers(0, 600),
-    decay=st.integers(1, 600),
-    lowest=st.floats(0, 1),
-)
-def test_rises_then_falls_and_every_step_trains(name, total, warmup, decay, lowest):
-    schedule = ScheduleSection(
-        name=name, warmup_steps=warmup, decay_steps=decay, min_learning_rate=lowest
-    )
-    values = rates(total, schedule)
-    top = min(warmup, total)
-    assert min(values) > 0 and (warmup or values[0] == PEAK)
-    assert values[:top] == sorted(values[:top])
-    assert all(a >= b - 1e-12 for a, b in zip(values[top:], values[top + 1 :], strict=False))
-    assert max(values) <= PEAK + 1e-12
-    assert min(values[top:], default=PEAK) >= lowest
-
-
 LOSSES = st.lists(st.floats(1, 2) | st.sampled_from([math.nan, math.inf]), max_size=30)
 
 
