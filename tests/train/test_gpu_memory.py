@@ -24,24 +24,11 @@ def in_a_step(*, has_stepped: bool) -> Any:
     return SimpleNamespace(marks=SimpleNamespace(doing="step 8", has_stepped=has_stepped))
 
 
-@pytest.fixture
-def h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    gib = 2**30
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 70 * gib)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 74 * gib)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gib, 79 * gib))
-
-
-@pytest.mark.usefixtures("h100")
 @pytest.mark.parametrize("error", FORMS, ids=lambda error: str(error)[:20])
-def test_every_form_is_named_with_numbers(error: Exception) -> None:
+def test_every_form_is_named(error: Exception) -> None:
     code, message = worker._failure(worker._explained(error, in_a_step(has_stepped=True)))
     assert code == 4
-    assert message.startswith(
-        "out of memory in phase 'step 8': 70.00 GiB allocated, 74.00 GiB reserved, "
-        "4.00 GiB outside of PyTorch's allocator, of 79.00 GiB ("
-    )
+    assert message.startswith("out of memory in phase 'step 8' (")
     assert "fix: --set training.micro_batch_size=1" in message
     assert str(error).partition("\n")[0] in message
 

@@ -63,14 +63,6 @@ def test_everything_is_written(tmp_path):
     assert not list(run.path.rglob("*.tmp"))
 
 
-def test_aliases_of_a_recipe_do_not_take_all_memory(tmp_path):
-    run = create(tmp_path, recipe())
-    levels = "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 9)}]\n" for i in range(9))
-    run.recipe.write_text(f"a0: &a0 [1]\n{levels}")
-    with pytest.raises(RecipeError, match=r"not a recipe \(line 1: found more than"):
-        create(tmp_path, recipe())
-
-
 def test_a_full_disk_and_a_folder_without_permission(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, _: Path(path).name != "checkpoints")
     with pytest.raises(RecipeError, match=r"checkpoints \(Permission denied\)"):

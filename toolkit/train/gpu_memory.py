@@ -20,28 +20,13 @@ _FIX = (
 
 
 def out_of_memory(error: Exception, doing: str, *, retry: bool) -> RunFailed | None:
-    """`error` as one that states what the rank was doing and what held the memory. None if
+    """`error` as one that states what the rank was doing. torch's own has the sizes. None if
     memory did not run out. `retry`: whether another start may get further."""
     if not _OUT_OF_MEMORY.search(str(error)):
         return None
     said = str(error).strip().partition("\n")[0]
-    held = f": {_held()}" if torch.cuda.is_available() else ""
-    message = f"out of memory in phase '{doing}'{held} ({type(error).__name__}: {said})"
+    message = f"out of memory in phase '{doing}' ({type(error).__name__}: {said})"
     return RunFailed(message, fix=_FIX, retry=retry)
-
-
-def _held() -> str:
-    """What holds the memory of this rank's GPU."""
-    allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    sizes = f"{allocated / GIB:.2f} GiB allocated, {reserved / GIB:.2f} GiB reserved"
-    try:
-        free, total = torch.cuda.mem_get_info()
-    except RuntimeError:  # the driver itself has no memory left, or no context
-        return sizes
-    outside = (total - free - reserved) / GIB
-    return (
-        f"{sizes}, {outside:.2f} GiB outside of PyTorch's allocator, of {total / GIB:.2f} GiB"
-    )
 
 
 def peaks(device: torch.device) -> dict[str, Any]:

@@ -139,8 +139,8 @@ def _failure(error: Exception) -> tuple[int, str]:
 
 
 def _explained(error: Exception, worker: Worker | None) -> Exception:
-    """The failure, or an error that says more: which operator is not deterministic, or, if
-    memory ran out, where and what held it.
+    """The failure, or an error that says more: which operator is not deterministic, or where
+    memory ran out.
 
     Another start is worth while only after a step of this one.
     """

@@ -78,12 +78,10 @@ RULES: Mapping[str, KeyRule] = {
     ),
     "bfloat16": KeyRule(absent="the block is `bf16`", fix="rename the block to `bf16`"),
     f"{ZERO}.zenflow": KeyRule(
-        absent="ZenFlow permutes the initial weights, updates some of them after every micro "
-        "batch, and keeps states that no checkpoint has"
+        absent="ZenFlow changes the initial weights, and keeps states that no checkpoint has"
     ),
     f"{OFFLOAD_OPTIMIZER}.super_offload": KeyRule(
-        absent="no checkpoint has the moments, which are in a process of their own; without "
-        "clipping a NaN in a gradient sets weights to 0"
+        absent="no checkpoint has its moments, and a NaN in a gradient sets weights to 0"
     ),
     "tensor_parallel": KeyRule(
         absent="tensor parallel is megatron-core's (parallel.tensor in the recipe)"
@@ -92,8 +90,7 @@ RULES: Mapping[str, KeyRule] = {
         absent="expert parallel is megatron-core's (parallel.expert in the recipe)"
     ),
     "compile.deepcompile": KeyRule(
-        absent="its graphs reduce gradients before a step can be skipped; kernels.compile "
-        "compiles layers"
+        absent="a step could not be skipped; kernels.compile compiles layers"
     ),
     f"{ZERO}.zero_quantized_nontrainable_weights": KeyRule(
         absent="frozen weights keep their values, and DeepSpeed would round them"
@@ -105,10 +102,7 @@ RULES: Mapping[str, KeyRule] = {
         rounds=("gradient reduction", "in blocks of 4 bits between nodes")
     ),
     "bf16.bf16_master_weights_and_grads": KeyRule(
-        rounds=(
-            "AdamW",
-            "weights are updated in bf16: a change by less than 1/512 may be lost",
-        )
+        rounds=("AdamW", "in bf16: a change of a weight by less than 1/512 may be lost")
     ),
     "bf16.bf16_optimizer_states": KeyRule(rounds=("moments", "kept in bf16")),
 }

@@ -119,24 +119,17 @@ def build(ops: Sequence[str], report: Callable[[str], None]) -> None:
     """
     for op in compiled_at_start(ops) if ops else ():
         try:
-            _build_once(op, report)
+            if is_built(op) and not (build_folder(op) / "lock").exists():
+                continue
+            with _turn(op, report) as turn:
+                if not is_built(op):
+                    report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
+                    _build(op, turn)
         except OSError as error:
             raise BackendUnavailable(
                 f"DeepSpeed op {op} cannot be built in {build_folder(op)}: {error.strerror}",
                 fix="set TORCH_EXTENSIONS_DIR to a folder that you can write to",
             ) from error
-
-
-def _build_once(op: str, report: Callable[[str], None]) -> None:
-    """Build `op` unless it is built."""
-    if is_built(op) and not (build_folder(op) / "lock").exists():
-        return
-    with _turn(op, report) as turn:
-        if not is_built(op):
-            report(f"building DeepSpeed op {op} (takes minutes, once per machine)…")
-            start = time.monotonic()
-            _build(op, turn)
-            report(f"built DeepSpeed op {op} in {time.monotonic() - start:.0f} s")
 
 
 def use_own_folder() -> Path:
