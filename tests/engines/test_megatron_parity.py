@@ -147,3 +147,15 @@ def test_pipeline_messages_on_their_way() -> None:
     check([case])
     messages = rendered_config(case)["transformer"]
     assert messages["overlap_p2p_comm"] and not messages["deallocate_pipeline_outputs"]
+
+
+@pytest.mark.slow
+def test_fp16_keeps_fp32_masters() -> None:
+    """16 bits round, but alike in every layout; the loss scale skips no step."""
+    layouts = megatron(tensor=2), megatron(pipeline=2), megatron(stage=1)
+    cases = [replace(case, precision="fp16", steps=3) for case in layouts]
+    results = run(cases, world=2)
+    for case in cases:
+        expected, result = reference(case), results[case.name]
+        assert result["loss"] == pytest.approx(expected["loss"], rel=1e-3), case
+        assert result["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2e-2), case
