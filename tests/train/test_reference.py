@@ -110,10 +110,10 @@ def compute_unusable(path: Path) -> tuple[str, list[bool]]:
 def batches(table: ReferenceTable, layout: Layout) -> dict[str, Any]:
     """The reference in training and in validation batches, by sample."""
     sizes = layout.micro_batches
-    order = EpochOrder(3, len(table.samples))
-    four = BatchSizes.of([4], table.samples.sequence_length)
-    training = GlobalBatches(table.samples, order, four).micro_batches(8, 0, sizes)
-    validation = evaluation_batches(table.samples, 4, 100, 0, sizes)
+    order = EpochOrder(3, len(table))
+    four = BatchSizes.of([4], table.sequence_length)
+    training = GlobalBatches(table, order, four).micro_batches(8, 0, sizes)
+    validation = evaluation_batches(table, 4, 100, 0, sizes)
     both = {"training": training, "validation": validation}
     return {
         name: [

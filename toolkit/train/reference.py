@@ -50,14 +50,22 @@ _NO_WEIGHTS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Keys of a model's config that do not affect what it computes."""
 
 
-class WithReference(Samples):
-    """Samples whose rows have the reference's log-probability in `extra`."""
+class ReferenceTable(Samples):
+    """Samples whose rows have the reference's log-probability in `extra`, once it is computed.
+    What computes or reads the file is collective."""
 
-    def __init__(self, samples: Samples, values: Values) -> None:
+    def __init__(
+        self, samples: Samples, needed: Int64Array, path: Path, together: AllRanks
+    ) -> None:
+        """`needed`: the samples that the run uses, ascending. `path`: the file of rank 0."""
         self.sequence_length = samples.sequence_length
         self.rows_per_sample = samples.rows_per_sample
         self._samples = samples
-        self._values = values
+        self._path = path
+        self._together = together
+        shape = len(samples), samples.rows_per_sample
+        self._values: Values = together.rank_zero(lambda: _read(path, shape))
+        self._needed = needed
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -69,30 +77,10 @@ class WithReference(Samples):
             for row, value in zip(self._samples.rows(index), values, strict=True)
         ]
 
-
-class ReferenceTable:
-    """The reference's log-probabilities of one data set. All methods are collective."""
-
-    def __init__(
-        self, samples: Samples, needed: Int64Array, path: Path, together: AllRanks
-    ) -> None:
-        """`needed`: the samples that the run uses, ascending. `path`: the file of rank 0."""
-        self._samples = samples
-        self._path = path
-        self._together = together
-        shape = len(samples), samples.rows_per_sample
-        self._values: Values = together.rank_zero(lambda: _read(path, shape))
-        self._needed = needed
-
     @property
     def missing(self) -> Int64Array:
         """The needed samples that are not computed yet."""
         return self._needed[~np.isfinite(self._values[self._needed]).all(axis=1)]
-
-    @property
-    def samples(self) -> WithReference:
-        """The data set with the computed values."""
-        return WithReference(self._samples, self._values)
 
     def compute(
         self,
@@ -121,7 +109,7 @@ class ReferenceTable:
             )
             first = number * layout.global_batch
             indices = missing[first : first + layout.global_batch]
-            rows = found.view(-1, self._samples.rows_per_sample)
+            rows = found.view(-1, self.rows_per_sample)
             self._values[indices] = rows[: len(indices)].numpy()
             tick(len(indices))
             if rank == 0 and time.monotonic() - saved >= save_every_s:
@@ -216,29 +204,20 @@ class RunReference:
 
         size = recipe.training.global_batch_size
         used = np.unique(data.order.indices(0, recipe.training.batches.samples(steps)))
-        self._train = table("train", data.train, used)
-        self._validation = {}
+        self.train = table("train", data.train, used)
+        self.validation: dict[str, ReferenceTable] = {}
+        """By title."""
         for number, (name, samples) in enumerate(data.validation.items()):
             count = min(recipe.evaluation.batches * size, len(samples))
             held_out = np.arange(count, dtype=np.int64)
             side = f"validation{number or ''}"
-            self._validation[name] = table(side, samples, held_out)
-        self._tables = [self._train, *self._validation.values()]
+            self.validation[name] = table(side, samples, held_out)
+        self._tables = [self.train, *self.validation.values()]
 
     def _note_weights(self) -> str:
         weights = weights_fingerprint(self._recipe, self._cache)
         write_cached(self._note, json.dumps({"weights": weights}))
         return weights
-
-    @property
-    def train(self) -> Samples:
-        """The training data with the reference."""
-        return self._train.samples
-
-    @property
-    def validation(self) -> dict[str, Samples]:
-        """The validation data with the reference, by title."""
-        return {name: table.samples for name, table in self._validation.items()}
 
     @property
     def missing(self) -> int:
