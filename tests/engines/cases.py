@@ -64,28 +64,22 @@ class Case:
     precision: str = "fp32"
     recompute: str | int = "none"
     steps: int = STEPS
+    # Settings of the recipe's sections, besides those above.
     parallel: dict[str, Any] = field(default_factory=dict)
-    """Further settings of the recipe's `parallel` section."""
     zero: dict[str, Any] = field(default_factory=dict)
-    """Further settings of its `zero` section."""
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    groups: tuple[dict[str, Any], ...] = ()
+    adapter: dict[str, Any] | None = None
+    balance: dict[str, Any] | None = None
+    freeze: tuple[str, ...] = ()
+    kernels: dict[str, str] = field(default_factory=dict)
+    """Nothing is compiled or fused unless they say so."""
     family: dict[str, Any] = field(default_factory=dict)
     """Further keys of the model's config; with `vocab_size` and `model_type`, all of them."""
-    resume_in: str | None = None
-    """Folder: half-way, save there, go on in a new engine with other initial weights."""
-    freeze: tuple[str, ...] = ()
-    """Patterns of the parameters that do not train."""
-    adapter: dict[str, Any] | None = None
-    """The recipe's `adapter`."""
-    balance: dict[str, Any] | None = None
-    """The recipe's `model.balance`."""
-    groups: tuple[dict[str, Any], ...] = ()
-    """The recipe's `optimizer.groups`."""
-    optimizer: dict[str, Any] = field(default_factory=dict)
-    """Further settings of the recipe's `optimizer`."""
-    kernels: dict[str, str] = field(default_factory=dict)
-    """The recipe's `kernels`; nothing is compiled or fused unless they say so."""
     gpu: str = "cpu"
     """For which it is planned."""
+    resume_in: str | None = None
+    """Folder: half-way, save there, go on in a new engine with other initial weights."""
     bucket: int | None = None
     """Gradients that megatron-core reduces at once, instead of its 40 million."""
 

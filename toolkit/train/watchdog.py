@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -306,53 +307,46 @@ class _Display:
 
     def __init__(self, console: Console, seconds: dict[str, float], *, shows: bool) -> None:
         self._console, self._seconds, self._shows = console, seconds, shows
-        self._open = False
         self._doing, self._began = "", 0.0
         self._bar: Progress | None = None
+        """While phases are shown. In a log file it draws nothing."""
         self._line: threading.Timer | None = None
 
     def open(self) -> None:
-        self._open = self._shows
-        if self._shows and self._console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                TaskProgressColumn(text_format_no_percentage=""),
-                TimeElapsedColumn(),
-                console=self._console,
-                transient=True,
-            )
-            self._bar.start()
-            # A rank that is killed here cannot restore the cursor.
-            self._console.show_cursor(True)
+        if not self._shows:
+            return
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            TaskProgressColumn(text_format_no_percentage=""),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._bar.start()
+        # A rank that is killed here cannot restore the cursor.
+        self._console.show_cursor(True)
 
     def close(self) -> None:
         self._end()
-        self._open = False
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def begin(self, doing: str, total: int | None) -> Tick:
-        if not self._open:
+        bar = self._bar
+        if bar is None:
             return lambda _: None
         self._end()
         self._doing, self._began = doing, time.monotonic()
-        bar = self._bar
-        if bar is None:
+        if not self._console.is_terminal:
             self._line = threading.Timer(NOTICEABLE_S, tell, (doing, self._console.file))
             self._line.daemon = True
             self._line.start()
-            return lambda _: None
-        for task in bar.task_ids:
-            bar.remove_task(task)
-        task = bar.add_task(printable(doing), total=total)
-
-        def advance(amount: int) -> None:
-            if task in bar.task_ids:  # not after a later phase has begun
-                bar.advance(task, amount)
-
-        return advance
+        for earlier in bar.task_ids:
+            bar.update(earlier, visible=False)
+        return partial(bar.advance, bar.add_task(printable(doing), total=total))
 
     def _end(self) -> None:
         if self._line is not None:

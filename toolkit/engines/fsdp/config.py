@@ -4,13 +4,10 @@ from typing import Any
 
 from toolkit.layout import DTYPES, Layout
 
-PREFETCHED_LAYERS = 1
-"""Layers that are gathered ahead of the one that is computed: what the planner counts."""
-
 
 def render(layout: Layout, precision: str) -> dict[str, Any]:
-    """What `FsdpEngine` reads: how many groups of ranks have all shards, the arguments of
-    `fully_shard` for every decoder layer, and how many layers are gathered ahead.
+    """What `FsdpEngine` reads: how many groups of ranks have all shards, and the arguments of
+    `fully_shard` for every decoder layer.
 
     Stage 3 drops a layer's gathered weights after its forward pass. Stages 1 and 2 keep them
     for the step. Stage 1 also keeps whole gradients, summed over micro batches, and reduces
@@ -24,6 +21,4 @@ def render(layout: Layout, precision: str) -> dict[str, Any]:
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": {"param_dtype": DTYPES[precision], "reduce_dtype": "float32"},
         "offload_policy": {"pin_memory": True} if offloads else None,
-        "forward_prefetch": PREFETCHED_LAYERS,
-        "backward_prefetch": PREFETCHED_LAYERS,
     }

@@ -13,6 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -129,7 +130,7 @@ class FsdpEngine(totals.LogProbEngine):
             # Its gradient does not depend on its weight.
             cast(FSDPModule, embedding).set_unshard_in_backward(False)
         units = [cast(FSDPModule, unit) for unit in (self.model, *parts)]
-        _prefetch(units, config["forward_prefetch"], config["backward_prefetch"])
+        _prefetch(units)
         return units
 
     def _mesh(self) -> DeviceMesh:
@@ -331,16 +332,15 @@ def loss_scaler(setup: EngineSetup) -> torch.amp.GradScaler:
     )
 
 
-def _prefetch(units: Sequence[FSDPModule], forward: int, backward: int) -> None:
-    """Gather so many units ahead of the one that is computed.
+def _prefetch(units: Sequence[FSDPModule]) -> None:
+    """Gather one unit ahead of the one that is computed, as the planner counts.
 
     FSDP2 itself begins to gather the next layer in the forward pass only when it gets there:
     a host that is slower than its GPU is then waited for.
     """
     model, *layers = units
-    for index, unit in enumerate(units):
-        unit.set_modules_to_forward_prefetch(list(layers[index : index + forward]))
-    for index, unit in enumerate(layers):
-        earlier = layers[max(0, index - backward) : index]
-        unit.set_modules_to_backward_prefetch(earlier[::-1])
-    model.set_modules_to_backward_prefetch(layers[: -backward - 1 : -1])
+    for unit, following in pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+    for earlier, unit in pairwise(layers):
+        unit.set_modules_to_backward_prefetch([earlier])
+    model.set_modules_to_backward_prefetch(layers[-1:])
