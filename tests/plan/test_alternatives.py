@@ -156,13 +156,3 @@ def test_what_a_run_may_do_without_is_what_the_planner_says_when_asked() -> None
         assert asked.fits
         best = asked.best
         assert (best.memory_gib, best.step_s) == (one.memory_gib, one.step_s), one.gives_up
-
-
-def test_a_smaller_micro_batch() -> None:
-    job, cluster = on("8x8xh100-80gb", SEVENTY[1], engine="megatron", tensor=8, pipeline=2)
-    large = replace(job, training=job.training.model_copy(update={"micro_batch_size": 32}))
-    chosen = search(large, cluster)
-    assert not chosen.fits
-    first = remedies(chosen)[0]
-    assert first.options == "--set training.micro_batch_size=auto"
-    assert first.memory_gib <= 79.1 < chosen.best.memory_gib

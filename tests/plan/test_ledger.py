@@ -94,22 +94,6 @@ def test_deepspeed_adds_gradients_in_fp32(precision: str, preset: str | None) ->
     assert told(**changes, parallel__zero=zero) == set()
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"training__precision": "fp32"},
-        {"cluster__gpus_per_node": 1},
-        {"parallel__engine": "ddp"},
-        {"parallel__engine": "megatron"},
-        {"parallel__engine": "deepspeed"},
-        # No data-parallel ranks are left.
-        {"parallel__engine": "deepspeed", "parallel__tensor": 4},
-    ],
-)
-def test_who_adds_gradients_in_fp32(changes: dict[str, Any]) -> None:
-    assert told(**SIXTEEN_BITS | changes) == set()
-
-
 def test_the_recipes_own_file_says_how_gradients_are_sent(tmp_path: Path) -> None:
     own = tmp_path / "own.json"
     file = {"parallel__zero": {"config": str(own)}}

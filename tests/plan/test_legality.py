@@ -23,13 +23,6 @@ from toolkit.recipe.words import settings
 EIGHT = ClusterSection(gpus_per_node=8)
 
 
-def test_table_is_the_designs() -> None:
-    assert set(table()) == {
-        ("deepspeed", "hf"), ("deepspeed", "megatron"), ("megatron", "megatron"),
-        ("fsdp", "hf"), ("ddp", "hf"),
-    }  # fmt: skip
-
-
 MEGATRON, ZERO_MEGATRON = Pair("megatron", "megatron"), Pair("deepspeed", "megatron")
 
 
@@ -112,28 +105,6 @@ def test_refused_settings_are_named_and_may_be_left_to_the_planner(
         assert problem.fix.startswith(f"set {problem.key} to auto")
         asked = asked.with_values({problem.key.removeprefix("parallel."): "auto"})
     assert problems(asked, EIGHT) == []
-
-
-@pytest.mark.parametrize(
-    ("settings", "allowed"),
-    [
-        ({"pipeline": 2, "zero": {"stage": 2}}, "which ZeRO 2 and 3 shard"),
-        ({"engine": "megatron", "pipeline": 2, "zero": {"stage": 2}}, "which ZeRO 2 and 3"),
-        (
-            {"model": "hf", "recompute": "selective"},
-            "none, full (selective is megatron-core's)",
-        ),
-        # Copies of shards have equally many ranks each, two or more, and are on the device.
-        ({"engine": "fsdp", "replicate": 8}, "1 or 2 or 4: "),
-        (
-            {"engine": "fsdp", "replicate": 2, "zero": {"offload_parameters": "cpu"}},
-            "1 with offload",
-        ),
-    ],
-)
-def test_why(settings: dict[str, Any], allowed: str) -> None:
-    (problem,) = problems(intent(**settings), EIGHT)
-    assert allowed in problem.allowed
 
 
 def test_some_recomputed_layers() -> None:

@@ -96,20 +96,17 @@ def comparison(planned: Sequence[Planned]) -> Iterator[Text]:
 def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:
     """Lines of formulas. First each part of memory and time and each derived symbol: value,
     formula, source. Then the values of all other symbols."""
-    for what, parts in derived.items():
+    for what, rows in derived.items():
         yield Text(f"  why each number: {what}", "dim")
         unit = {"memory": "x_bytes", "time": "x_s"}.get(what, "share")
-        rows = [(part, unit, one) for part, one in parts.items()]
         values: dict[str, float] = {}
-        for name, unit, one in rows:  # to which derived symbols are added
-            formula = one["formula"].replace(" * ", " · ")
+        for name, one in rows.items():
+            label = (
+                f"{one['part'] or name} {_amount(unit if one['part'] else name, one['value'])}"
+            )
             source = f"  ({one['source']})" if one["source"] else ""
-            yield Text(f"  - {name} {_amount(unit, one['value'])} = {formula}{source}")
-            for key, symbol in one["symbols"].items():
-                if not isinstance(symbol, dict):
-                    values[key] = symbol
-                elif (key, key, symbol) not in rows:
-                    rows.append((key, key, symbol))
+            yield Text(f"  - {label} = {one['formula'].replace(' * ', ' · ')}{source}")
+            values |= {key: value for key, value in one["symbols"].items() if key not in rows}
         shown = ", ".join(f"{key} {_amount(key, value)}" for key, value in values.items())
         yield Text(f"  where {shown}")
 

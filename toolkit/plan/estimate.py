@@ -133,7 +133,7 @@ def estimate_plan(recipe: Recipe, plan: Plan, cluster: Cluster | None = None) ->
 
 
 def derivations(found: Estimate) -> dict[str, dict[str, Any]]:
-    """How the numbers of an estimate are computed, by part."""
+    """How the numbers of an estimate are computed, by row of `terms`."""
     of_peak = found.time.of_peak()
     if of_peak is not None:
         terms.UTILIZATION.evaluate(of_peak)

@@ -56,30 +56,20 @@ class Formulas:
         """The values of the rows that are parts."""
         return {row.part: symbols[row.name] for row in self.rows if row.part}
 
-    def derivations(self, symbols: Mapping[str, float]) -> dict[str, Any]:
-        """Each part that is not zero with its formula, its symbols' values, and its source."""
-        rows = {row.name: row for row in self.rows}
+    def derivations(self, symbols: Mapping[str, float]) -> dict[str, dict[str, Any]]:
+        """Every row that is not zero, by name: its part, value, formula and source, and the
+        values of its symbols."""
         return {
-            row.part: _derivation(row, rows, symbols)
+            row.name: {
+                "part": row.part,
+                "value": symbols[row.name],
+                "formula": row.formula,
+                "source": row.source,
+                "symbols": {name: symbols[name] for name in row.names},
+            }
             for row in self.rows
-            if row.part and symbols[row.name]
+            if symbols[row.name]
         }
-
-
-def _derivation(
-    term: Term, rows: Mapping[str, Term], symbols: Mapping[str, float]
-) -> dict[str, Any]:
-    """One row. Symbols that are rows are derived in turn, but not parts, sums of parts and
-    zeros."""
-    shown: dict[str, Any] = {name: symbols[name] for name in term.names}
-    for name, value in shown.items():
-        row = rows.get(name)
-        if row is None or not value:
-            continue
-        if not any(rows[one].part for one in (name, *row.names) if one in rows):
-            shown[name] = _derivation(row, rows, symbols)
-    value = symbols[term.name]
-    return {"value": value, "formula": term.formula, "symbols": shown, "source": term.source}
 
 
 PRESENT = Formulas(
