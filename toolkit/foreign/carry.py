@@ -1,6 +1,6 @@
 """Carries another tool's settings into a recipe's, by the tool's table (`tables.py`)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -113,12 +113,23 @@ class Found:
         if expected:
             self.problems.append(at.problem(f"{key} is {expected}"))
             return
-        if key == TRACKERS and (before := self.values.get(key)):
-            self.values[key] = _joined(before, value)
+        self._take(key, Carried(value, at, note, (*also,)), one_file=True)
+
+    def _take(self, key: str, one: Carried, *, one_file: bool) -> None:
+        """Take over a value. Of two that differ, the first of one file counts. Two files
+        contradict each other."""
+        first = self.values.setdefault(key, one)
+        if first.at == one.at or same(first.value, one.value) or first.value in one.also:
             return
-        first = self.values.setdefault(key, Carried(value, at, note, (*also,)))
-        if first.at != at and not same(first.value, value):
-            self.drop(at, f"{first.at.name} at {first.at.place} decides {key}")
+        if key == TRACKERS:
+            both = [*dict.fromkeys([*first.value, *one.value])]
+            self.values[key] = replace(first, value=both)
+        elif one_file or first.at.file == one.at.file:
+            self.drop(one.at, f"{first.at.name} at {first.at.place} decides {key}")
+        else:
+            before = f"{first.at.name} at {first.at.place} says: {first.at.written}"
+            problem = one.at.problem(f"what {before}", "make both say the same")
+            self.problems.append(replace(problem, key=key))
 
     def drop(self, at: ForeignSetting, reason: str, changes: bool = True) -> None:
         """A setting that is not carried."""
@@ -141,19 +152,7 @@ class Found:
     def merge(self, other: "Found") -> None:
         """Take over another file's statements. Two that contradict each other are a problem."""
         for key, one in other.values.items():
-            if key == TRACKERS and key in self.values:
-                self.values[key] = _joined(self.values[key], one.value)
-                continue
-            first = self.values.setdefault(key, one)
-            if not same(first.value, one.value) and first.value not in one.also:
-                if first.at.file == one.at.file:
-                    self.drop(one.at, f"{first.at.name} at {first.at.place} decides {key}")
-                else:
-                    before = f"{first.at.name} at {first.at.place} says: {first.at.written}"
-                    fix = "make both say the same"
-                    self.problems.append(
-                        replace(one.at.problem(f"what {before}", fix), key=key)
-                    )
+            self._take(key, one, one_file=False)
         self.weak += other.weak
         self.left += other.left
         self.problems += other.problems
@@ -174,11 +173,6 @@ class Found:
         """Raise RecipeError with everything that was not understood."""
         if self.problems:
             raise RecipeError(self.problems)
-
-
-def _joined(before: Carried, trackers: Sequence[str]) -> Carried:
-    """A list of trackers with those of another setting."""
-    return replace(before, value=[*dict.fromkeys([*before.value, *trackers])])
 
 
 def carry(tool: ForeignTool, settings: Settings) -> Found:
@@ -257,7 +251,7 @@ def _holds(when: Mapping[str, list[Any]], context: Mapping[str, Any]) -> bool:
 
 def _put_row(row: ForeignRow, at: ForeignSetting, found: Found) -> None:
     value, to = at.value, row.to
-    known = row.words is not None and _hashable(value) and value in row.words
+    known = row.words is not None and isinstance(value, Hashable) and value in row.words
     if known and row.words is not None:
         value = row.words[at.value]
     elif row.other == "targets":
@@ -367,10 +361,6 @@ def relative_to_file(name: str, file: Path) -> Path:
     with suppress(OSError, ValueError):  # no name that a file can have
         return near if not Path(name).exists() and near.exists() else Path(name)
     return Path(name)
-
-
-def _hashable(value: Any) -> bool:
-    return isinstance(value, str | int | float | bool)
 
 
 def _value(at: ForeignSetting) -> str:

@@ -122,10 +122,16 @@ def _own(model: str, task: Task) -> Recipe:
     # Keys of every config say nothing about the model's function.
     noise = load("toolkit.models.judge:base_keys")()
     config = {key: value for key, value in _config(model, source).items() if key not in noise}
+    if lacks_tokenizer(folder) and task != "pretrain":
+        raise PlanError(
+            f"MODEL: {folder} holds no tokenizer, and its weights know only their own",
+            fix=f"copy the model's {_TOKENIZER_FILES[0]} there, or --task pretrain",
+        )
     template = None if task == "pretrain" or _has_template(folder) else "chatml"
-    tokenizer = _tokenizer(folder, source, task)
+    name = legal_name((folder.resolve() if folder.is_dir() else folder).name, "model")
     stated = {"hub": source, "config": config}
-    return _usual_recipe(_name(folder, task), stated, tokenizer, template, task)
+    # `dmt check` refuses a folder without a tokenizer until there is one.
+    return _usual_recipe(f"{name}-{task}".lower(), stated, source, template, task)
 
 
 def draft_of_config(
@@ -175,11 +181,6 @@ def as_recipe(values: Mapping[str, Any], source: str) -> Recipe:
     return valid(Stated(values, {(): Location(source, 0)}))
 
 
-def _name(folder: Path, task: Task) -> str:
-    name = folder.resolve().name if folder.is_dir() else folder.name
-    return f"{legal_name(name, 'model')}-{task}".lower()
-
-
 def legal_name(name: str, otherwise: str) -> str:
     """The name in letters that a folder of runs may have. `otherwise` if none are left."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or otherwise
@@ -199,15 +200,6 @@ def _config(model: str, source: str) -> Mapping[str, Any]:
             "its cache",
             fix=fix,
         ) from error
-
-
-def _tokenizer(folder: Path, source: str, task: Task) -> str:
-    if lacks_tokenizer(folder) and task != "pretrain":
-        raise PlanError(
-            f"MODEL: {folder} holds no tokenizer, and its weights know only their own",
-            fix=f"copy the model's {_TOKENIZER_FILES[0]} there, or --task pretrain",
-        )
-    return source  # `dmt check` refuses a folder until there is one
 
 
 def lacks_tokenizer(folder: Path) -> bool:
