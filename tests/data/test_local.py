@@ -113,10 +113,6 @@ def test_every_mistake(recipe: Path, overrides: tuple[str, ...], key: str, says:
         (None, "b.safetensors cannot be read: No such file"),
         (lambda data: data[:-1], "b.safetensors cannot be read: .*file not fully covered"),
         (lambda data: data[:20], "b.safetensors cannot be read: .*invalid header length"),
-        (
-            lambda _: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n",
-            "b.safetensors is a Git LFS pointer to the file",
-        ),
         (lambda _: save({"z": np.zeros(9)}), "has no tensor y, though .*index.json says so"),
     ],
 )

@@ -10,7 +10,7 @@ from tests.plan.making import recipe
 from toolkit.errors import PlanError
 from toolkit.intake.checks import broken_rules
 from toolkit.models import huggingface as hf
-from toolkit.models.families import attention, unsupported
+from toolkit.models.families import attention
 from toolkit.models.model import check_config
 from toolkit.models.types import NOT_INITIALISED
 from toolkit.models.weights import RandomWeights
@@ -55,14 +55,6 @@ def test_a_plan_says_that_flops_are_assumed(model_type: str, assumed: bool):
     config = tiny(model_type) | {"max_position_embeddings": 128}
     reasons = plan_recipe(recipe(model__config=config)).reasons
     assert any(one.startswith("FLOPs: assumed") for one in reasons) == assumed
-
-
-@pytest.mark.parametrize(
-    ("model_type", "words"),
-    [("granitemoehybrid", "state-space layers"), ("cohere2", "no map between")],
-)
-def test_why_it_is_not_for_megatron_core(model_type: str, words: str):
-    assert words in (unsupported(tiny(model_type)) or "")
 
 
 def test_own_initialisations_are_the_modules():

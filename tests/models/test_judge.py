@@ -44,7 +44,6 @@ gpt2 heads: [gpt2, {n_head: 7}, n_head]
 kv heads: [llama, {num_key_value_heads: 3}, num_key_value_heads]
 more kv heads: [llama, {num_key_value_heads: 8}, num_key_value_heads]
 odd head size: [qwen3, {head_dim: 5, num_key_value_heads: 4}, head_dim]
-rotary share: [gpt_neox, {rotary_pct: 0.3}, rotary_pct]
 token beyond vocab: [llama, {pad_token_id: 96}, pad_token_id]
 padding token that is not stated: [smollm3, {num_key_value_heads: 2}, model_type]
 layers without rotary:
@@ -141,6 +140,9 @@ SOME = {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}
         small("glm4_moe", num_key_value_heads=2, **MANY),
         small("olmo3", pad_token_id=None, rope_parameters={"rope_theta": 5.0}),
         small("olmo3", pad_token_id=None, rope_parameters=SOME),
+        small(
+            "gpt_neox", rotary_pct=0.3
+        ),  # an odd number, of which transformers turns one more
     ],
 )
 def test_a_config_that_transformers_computes_is_taken(config: dict[str, Any]) -> None:

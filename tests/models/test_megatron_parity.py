@@ -33,7 +33,7 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2 without attention scale": ("gpt2", {"scale_attn_weights": False}),
     "gpt_neox in sequence": ("gpt_neox", {"use_parallel_residual": False}),
-    "gpt_neox half rotary": ("gpt_neox", {"rotary_pct": 0.5, "rotary_emb_base": 500}),
+    "gpt_neox odd share": ("gpt_neox", {"rotary_pct": 0.45, "rotary_emb_base": 500}),
     "smollm3 window": (
         "smollm3",
         {"no_rope_layers": [1, 0, 1, 1], "use_sliding_window": True, "sliding_window": 5},

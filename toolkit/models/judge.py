@@ -88,7 +88,7 @@ def examine(config: Mapping[str, Any]) -> tuple[list[Problem], Model | None]:
     with _warnings() as warned:
         built = _built(usable, problems)
         if built is not None:
-            problems += _of_kind(built, usable)
+            problems += _of_kind(built)
         if built is None or problems:
             return [*problems, *_warned(usable, warned)], None
         try:
@@ -207,7 +207,7 @@ def _warned(config: Mapping[str, Any], texts: list[str]) -> Iterator[Problem]:
     yield from (problem for problem in problems if problem.key != "model_type")
 
 
-def _of_kind(config: PretrainedConfig, stated: Mapping[str, Any]) -> Iterator[Problem]:
+def _of_kind(config: PretrainedConfig) -> Iterator[Problem]:
     """DMT trains causal text decoders only."""
     kinds = "vision|audio|vq|text_enc"
     if towers := [name for name in config.sub_configs if re.search(kinds, name)]:
@@ -218,24 +218,6 @@ def _of_kind(config: PretrainedConfig, stated: Mapping[str, Any]) -> Iterator[Pr
         allowed = "true: else each token sees the ones that it is to predict"
         found, fix = "false, which is its default", "add is_decoder: true"
         yield Problem("is_decoder", found, allowed, fix)
-    if config.model_type not in FAMILIES:
-        return
-    rope = getattr(config, "rope_parameters", None) or {}
-    share = rope.get("partial_rotary_factor")
-    names = "hidden_size", "num_attention_heads", "head_dim"
-    sizes: list[Any] = [getattr(config, name, None) for name in names]
-    hidden, heads, size = sizes
-    if not size and _whole(hidden, heads):
-        size = hidden // heads
-    if (
-        isinstance(share, float)
-        and 0 < share < 1
-        and _whole(size)
-        and (turned := int(size * share)) % 2
-    ):
-        key = next((name for name in ("rotary_pct", *_ROPE) if name in stated), "model_type")
-        found = f"a share of {share:g}, which turns {turned} of {size} dimensions"
-        yield Problem(key, found, "a share of pairs of dimensions")
 
 
 def _joint_problems(config: Mapping[str, Any], model_type: str) -> Iterator[Problem]:

@@ -9,7 +9,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import attrgetter
@@ -33,8 +32,7 @@ SINGLE = "model.safetensors"
 _SLICE_BYTES = 1 << 20
 """Linux file systems take several times longer for one write of 64 MiB to a new file than for
 64 writes of 1 MiB (measured on ext4: 0.4 against 4.4 GB/s)."""
-_LFS = b"version https://git-lfs"
-_AGAIN = "download or copy the file again"
+_AGAIN = "download or copy the file again (`git lfs pull` in a git clone)"
 
 
 def open_file(path: Path, framework: str = "pt") -> Any:
@@ -45,17 +43,7 @@ def open_file(path: Path, framework: str = "pt") -> Any:
     try:
         return safe_open(path, framework=framework)
     except (OSError, SafetensorError) as error:
-        if _is_lfs_pointer(path):
-            pull = "run `git lfs pull` in its folder, or download the file"
-            raise DataError(f"{path} is a Git LFS pointer to the file", fix=pull) from error
         raise DataError(f"{path} cannot be read: {error}", fix=_AGAIN) from error
-
-
-def _is_lfs_pointer(path: Path) -> bool:
-    """Whether Git LFS has left a note about a file in its place."""
-    with suppress(OSError), path.open("rb") as stream:
-        return stream.read(len(_LFS)) == _LFS
-    return False
 
 
 class SafetensorsFolder:

@@ -16,7 +16,6 @@ from torch import Tensor
 from toolkit.errors import CheckpointError
 from toolkit.extras.imports.pickles import load_pickle
 from toolkit.extras.imports.state import (
-    SAMPLES,
     ForeignState,
     RecipeModel,
     StoredTensor,
@@ -77,7 +76,7 @@ def read(folder: Path, model: RecipeModel) -> ForeignState:
         optimizer_steps=updates(counts or {step - skipped}),
         parameters=parameters,
         groups=groups,
-        consumed_samples=count(saved["global_samples"], "global_samples", SAMPLES),
+        consumed_samples=count(saved["global_samples"], "global_samples"),
     )
 
 

@@ -21,8 +21,6 @@ from toolkit.recipe.schema import Recipe
 from toolkit.run.changes import shown
 
 Shapes = Mapping[str, tuple[int, ...]]
-SAMPLES = 10**15
-"""More than any run can have consumed."""
 FLAGS = ("amsgrad", "maximize", "decoupled_weight_decay", "bias_correction")
 """Settings of a group by which other optimizers differ from AdamW."""
 _COMPARED = ("betas", "eps", "weight_decay")
@@ -139,15 +137,11 @@ def _problems(state: ForeignState, model: RecipeModel) -> Iterator[str]:
         yield f"it has {name}, which the recipe's model has not"
 
 
-def count(value: Any, name: str, limit: int = 10**8) -> int:
-    """Read a count, which may be a tensor. Raises CheckpointError if no run can have counted so
-    far."""
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool | str) or number != int(number) or not 0 <= number < limit:
-        raise CheckpointError(
-            f"its {name} is {number!r:.40}, not a whole number below {limit:,}",
-            fix="it is damaged, or of a version that is not supported",
-        )
+def count(value: Any, name: str) -> int:
+    """Read a count, which may be a tensor. Raises CheckpointError for anything else."""
+    number = value.item() if isinstance(value, Tensor) else value
+    if not isinstance(number, int | float) or number < 0 or number % 1:
+        raise CheckpointError(f"its {name} is {number!r:.40}, which is no count")
     return int(number)
 
 

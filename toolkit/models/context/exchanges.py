@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 
 from toolkit.layout import Exchange
 from toolkit.models.documents import Scores, attend
@@ -102,8 +103,7 @@ def gathered(x: Tensor, group: dist.ProcessGroup, *, summed: bool) -> Tensor:
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[ranks, …], for each rank → [ranks, …], from each rank."""
-    arrived: Tensor = _AllToAll.apply(x, group)  # type: ignore[no-untyped-call]
-    return arrived
+    return all_to_all_single_autograd(x.contiguous(), None, None, group)
 
 
 class _Gather(torch.autograd.Function):
@@ -121,21 +121,6 @@ class _Gather(torch.autograd.Function):
         part = gradient.new_empty(gradient.shape[1:])
         _REDUCE_SCATTER(part, gradient.contiguous().flatten(0, 1), group=ctx.group)
         return part, None, None
-
-
-class _AllToAll(torch.autograd.Function):
-    """The inverse of itself, which is also its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group, x = group, x.contiguous()
-        arrived = torch.empty_like(x)
-        dist.all_to_all_single(arrived, x, group=group)
-        return arrived
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _AllToAll.forward(ctx, gradient, ctx.group), None
 
 
 # --- the runs of a row ------------------------------------------------------------------

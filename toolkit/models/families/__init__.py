@@ -6,7 +6,6 @@ transformers trains on transformers' own model. A `config` here is a dict for wh
 """
 
 import json
-import re
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -15,7 +14,7 @@ from toolkit.models.families.base import Family, MegatronModel
 from toolkit.models.families.deepseek import deepseek_v3
 from toolkit.models.families.dense import DENSE
 from toolkit.models.families.mixtures import glm4_moe, gpt_oss, mixtral, qwen
-from toolkit.models.model import Attention, Model, read, text_of
+from toolkit.models.model import Attention, read, text_of
 from toolkit.models.spec import ModelSpec
 from toolkit.registry import load
 
@@ -29,9 +28,6 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": qwen,
 }
 """Every `model_type` that megatron-core supports."""
-
-_STATE_SPACE = re.compile("mamba|ssm_")
-"""Types and keys of models with state-space layers, alone or beside attention."""
 
 __all__ = [
     "FAMILIES", "MegatronModel", "attention", "mapped", "megatron_model", "model_spec",
@@ -53,7 +49,10 @@ def unsupported(config: Mapping[str, object]) -> str | None:
     """Why megatron-core cannot compute this config exactly. None when it can."""
     if (model := _of_family(text_of(config))) is not None:
         return model.unsupported
-    return _without_map(read(config))
+    return (
+        f"DMT has no map between {config['model_type']} and megatron-core's model; "
+        "transformers' own trains on the engines of parallel.model hf"
+    )
 
 
 def megatron_model(config: Mapping[str, object]) -> MegatronModel:
@@ -78,14 +77,3 @@ def _of_family(text: str) -> MegatronModel | None:
     model = read(json.loads(text))
     family = FAMILIES.get(model.spec.family)
     return None if family is None else family(model.config, model.spec)
-
-
-def _without_map(model: Model) -> str:
-    model_type = model.spec.family
-    hf = "transformers' own trains on the engines of parallel.model hf"
-    if any(_STATE_SPACE.match(key) for key in (model_type, *model.config)):
-        return (
-            f"{model_type} has state-space layers, and megatron-core's run in mamba-ssm's GPU "
-            f"kernels alone, with which DMT was not tested; {hf}"
-        )
-    return f"DMT has no map between {model_type} and megatron-core's model; {hf}"
