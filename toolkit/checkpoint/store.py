@@ -17,6 +17,7 @@ from toolkit.checkpoint.index import INDEX, write_index
 from toolkit.checkpoint.manifest import MANIFEST, Manifest
 from toolkit.checkpoint.validation import lowest
 from toolkit.errors import CheckpointError
+from toolkit.system.atomic import write_atomically
 from toolkit.system.failpoints import failpoint
 
 LATEST = "latest"
@@ -125,7 +126,7 @@ class CheckpointStore:
         try:
             failpoint("checkpoint.renamed")
             sync_folder(self.folder)
-            self._point_to(final)
+            write_atomically(self.folder / LATEST, f"{final.name}\n")
             failpoint("checkpoint.latest")
             self._prune(manifest.step)
         except OSError as error:
@@ -142,11 +143,6 @@ class CheckpointStore:
         (self.partial(step) / MANIFEST).replace(folder / MANIFEST)
         sync_folder(folder)
         self._prune(step)
-
-    def _point_to(self, final: Path) -> None:
-        hint = self.folder / f".{LATEST}.tmp"
-        hint.write_text(final.name + "\n", encoding="utf-8")
-        hint.replace(self.folder / LATEST)
 
     def _prune(self, newest: int) -> None:
         """Remove all but the newest `keep` and the best. Steps after `newest` are not

@@ -200,18 +200,6 @@ def test_preferences_share_the_mask_of_their_prompt(tmp_path: Path) -> None:
     assert len(samples_of(build(tmp_path, {"kind": "preference"}))) == 2
 
 
-def test_pairs_with_equal_answers_are_counted(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    answers = [[{"role": "assistant", "content": end}] for end in "abb"]
-    row = {"prompt": [{"role": "user", "content": "2+2?"}], "chosen": answers[1]}
-    write(tmp_path / "rows.jsonl", [{**row, "rejected": one} for one in answers])
-    data = build(tmp_path, {"kind": "preference"})
-    assert (report_of(data).equal, len(data.train)) == (2, 3)
-    assert "2 with two equal answers (the first: " in caplog.text
-    assert "rows.jsonl:2)" in caplog.text
-
-
 def test_what_nothing_reads_is_named_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

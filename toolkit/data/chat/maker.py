@@ -86,8 +86,10 @@ class SampleMaker:
                 with _limited(place):
                     samples = self._marked(place, examples)
             except MalformedRow as error:
-                check_dropped(self._source, f"{place}: {error}")
-                report.count("malformed", f"{place}: {error}")
+                found = f"{place}: {error}"
+                check_dropped(self._source, found)
+                report.malformed += 1
+                report.first_malformed = report.first_malformed or found
             else:
                 rendered += [(number, texts) for texts in samples]
                 columns |= dict.fromkeys(self._unread(row))
@@ -115,12 +117,7 @@ class SampleMaker:
         """The texts of each sample of a row: one, or the two of a preference."""
         source, first = self._source, examples[0]
         self._report.plain += isinstance(first, PlainText)
-        if isinstance(source, PreferenceSource):
-            if first == examples[1]:
-                self._report.count("equal", place)
-            loss_on = "completion"
-        else:
-            loss_on = source.loss_on
+        loss_on = "completion" if isinstance(source, PreferenceSource) else source.loss_on
         try:
             return [tuple(self._template.mark(one, loss_on) for one in examples)]
         except RewrittenHistory as error:

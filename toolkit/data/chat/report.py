@@ -24,9 +24,6 @@ class ChatReport:
     """Samples dropped because none of their tokens is trained. Pieces of a split one are not
     counted if other pieces remain."""
     rewritten: int = 0
-    equal: int = 0
-    """Preferences whose two answers are equal."""
-    first_equal: str = ""
     plain: int = 0
     """Rows of texts, which no template renders."""
     samples: int = 0
@@ -40,12 +37,6 @@ class ChatReport:
     def read(cls, file: Path) -> Self:
         """A report that was written as JSON."""
         return TypeAdapter(cls).validate_json(file.read_bytes())
-
-    def count(self, what: str, place: object) -> None:
-        """Add one to a number, and note the first place of it."""
-        first = f"first_{what}"
-        setattr(self, what, getattr(self, what) + 1)
-        setattr(self, first, getattr(self, first) or str(place))
 
     def __add__(self, other: "ChatReport") -> "ChatReport":
         """Report on the rows of both, the other's after these."""
@@ -64,7 +55,6 @@ class ChatReport:
             (self.malformed, f"malformed rows dropped (the first: {self.first_malformed})"),
             (self.too_long, f"too long and {did}"),
             (self.untrained, "without a trained token dropped"),
-            (self.equal, f"with two equal answers (the first: {self.first_equal})"),
             (self.rewritten, "made into one sample per assistant turn"),
         ]
         said = ", ".join(f"{number:,} {what}" for number, what in parts if number)
