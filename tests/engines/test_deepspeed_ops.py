@@ -275,14 +275,14 @@ def test_ops_for_gpus_need_cudas_compiler(
     def lacking(op: str) -> bool:
         return any(one.name == "nvcc" for one in deepspeed_ops.missing_tools([op]))
 
-    monkeypatch.setattr(deepspeed_ops, "torch_accelerator", lambda: "cu128")
+    monkeypatch.setattr(deepspeed_ops, "for_cuda", lambda: True)
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert [lacking(op) for op in deepspeed_ops.BUILDERS] == [False, True, False, True, True]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "nvcc").touch(0o755)
     assert not any(lacking(op) for op in deepspeed_ops.BUILDERS)
     monkeypatch.delenv("CUDA_HOME")
-    monkeypatch.setattr(deepspeed_ops, "torch_accelerator", lambda: "cpu")
+    monkeypatch.setattr(deepspeed_ops, "for_cuda", lambda: False)
     assert not any(lacking(op) for op in deepspeed_ops.BUILDERS)
 
 

@@ -31,7 +31,6 @@ from typing import IO, Any
 from toolkit.errors import BackendUnavailable
 from toolkit.system.compilers import (
     CPP,
-    HEADERS,
     Missing,
     compiler,
     missing_compiler,
@@ -51,9 +50,6 @@ BUILDERS = {
 
 LOADING_S = 60.0
 """A rank that loads a built op holds torch's lock for less than that."""
-
-TOOLS = (CPP, "ninja", HEADERS, "libaio")
-"""What building an op may need, besides CUDA's compiler."""
 
 ON_GPU = ("fused_adam", "async_io", "quantizer")
 """Ops that are built against CUDA. CPU ops never are."""
@@ -188,13 +184,10 @@ def _remove_torchs_lock(op: str) -> None:
         lock.unlink()
 
 
-def torch_accelerator() -> str:
-    """`cpu`, `cu128`, `rocm63`: what the installed torch was built for."""
+def for_cuda() -> bool:
+    """Whether the installed torch was built for CUDA."""
     version = runpy.run_path(str(_package_folder("torch") / "version.py"))
-    for name, prefix in (("hip", "rocm"), ("cuda", "cu")):
-        if version.get(name):
-            return prefix + str(version[name]).replace(".", "")
-    return "cpu"
+    return bool(version.get("cuda"))
 
 
 def _package_folder(package: str) -> Path:
@@ -230,7 +223,7 @@ def missing_tools(ops: Sequence[str]) -> Iterator[Missing]:
         )
 
     on_gpu = [op for op in ops if op in ON_GPU]
-    if on_gpu and torch_accelerator().startswith("cu") and cuda_compiler() is None:
+    if on_gpu and for_cuda() and cuda_compiler() is None:
         yield Missing(
             "nvcc",
             f"there is no nvcc, and {', '.join(on_gpu)} needs CUDA's toolkit",
