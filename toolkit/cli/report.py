@@ -75,6 +75,7 @@ def _machine_output(record: RunRecord) -> dict[str, Any]:
         "run": str(record.run.path),
         "state": summary.ending.state,
         "pace": record.pace,
+        "tokens_per_s": median_speed(record.metrics),
         "goodput": spent.share,
         "total_s": spent.total_s,
         "idle_s": spent.idle_s,
@@ -110,16 +111,12 @@ def _time_lines(spent: Goodput) -> Iterator[Text]:
 
 def _comparison_output(records: Sequence[RunRecord]) -> dict[str, object]:
     """Output of `--json` for several runs: every one next to the first."""
-    settings = settings_that_differ(records)
     first, *others = records
     return {
-        "runs": [str(record.run.path) for record in records],
-        "states": [record.summary.ending.state for record in records],
-        "steps": [record.summary.steps for record in records],
-        "tokens_per_s": [median_speed(record.metrics) for record in records],
+        "runs": [*map(_machine_output, records)],
         "settings": {
             key: [value if is_stated(value) else None for value in values]
-            for key, values in settings.items()
+            for key, values in settings_that_differ(records).items()
         },
         "compared_with_first": [asdict(difference(first, other)) for other in others],
     }

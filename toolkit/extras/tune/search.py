@@ -12,7 +12,9 @@ from toolkit.extras.tune.space import Space, overrides_of, suggest
 from toolkit.extras.tune.study import FAILURES, Study, TrialRecord, TuneRequest
 from toolkit.extras.tune.trial import Followed
 from toolkit.recipe.schema import Recipe
+from toolkit.text.dotted import is_within
 
+_WARMUPS = ("schedule.warmup_steps", "schedule.warmup_ratio")
 _REDUCTION = 2
 """At a rung, one trial in so many continues (ASHA: Li et al. 2020, arXiv:1810.05934)."""
 
@@ -72,30 +74,14 @@ def validates(recipe: Recipe) -> bool:
 
 
 def first_rung(recipe: Recipe, space: Space) -> int | None:
-    """Steps after which ASHA first ends trials: a quarter of the run, and the first loss after
-    every trial has trained at its highest learning rate. None if that is no step before the
-    end."""
+    """Steps after which ASHA first ends trials: a quarter of the run (half, if the warm-up is
+    searched), and the first loss after the recipe's own warm-up. None if that is no step before
+    the end."""
     steps = recipe.total_steps()
     every = (recipe.evaluation if validates(recipe) else recipe.logging).every_steps
     if every is None or steps is None:
         return None
-    schedules = [recipe.schedule]
-    for key in ("schedule.warmup_steps", "schedule.warmup_ratio"):
-        for value in _most(space[key]) if key in space else ():
-            changed = {key.removeprefix("schedule."): value}
-            schedules.append(recipe.schedule.with_values(changed))
-    warmup = max(int(one.warmup(steps)) for one in schedules)
-    rung = every * max(math.ceil(steps / _REDUCTION**2 / every), warmup // every + 1)
+    share = _REDUCTION if any(is_within(key, _WARMUPS) for key in space) else _REDUCTION**2
+    warmup = int(recipe.schedule.warmup(steps))
+    rung = every * max(math.ceil(steps / share / every), warmup // every + 1)
     return rung if rung < steps else None
-
-
-def _most(distribution: Any) -> list[float]:
-    """The largest value of a range, or every choice that is a number."""
-    choices = getattr(distribution, "choices", None)
-    if choices is None:
-        return [distribution.high]
-    found = []
-    for one in choices:
-        with suppress(ValueError):  # null, or what the recipe refuses
-            found.append(float(one))
-    return found
