@@ -121,20 +121,18 @@ def _check_ends(
 ) -> None:
     """Raise the recipe's own error if it takes neither all first values nor all last ones.
     Other points are judged when they are to be trained."""
-    ends = [
-        value if isinstance(value, list) else (value["low"], value["high"])
-        for value in stated.values()
-    ]
+    ends = {
+        key: value if isinstance(value, list) else (value["low"], value["high"])
+        for key, value in stated.items()
+    }
+    problems: Sequence[Problem] = ()
     for end in (0, -1):
-        point = {key: values[end] for key, values in zip(stated, ends, strict=True)}
+        point = {key: values[end] for key, values in ends.items()}
         try:
             load_recipe(recipe, [*overrides, *overrides_of(point)])
-        except RecipeError as error:
-            if end == -1:
-                problems = [
-                    replace(one, file=str(path)) if one.file == OVERRIDE_FILE else one
-                    for one in error.problems
-                ]
-                raise RecipeError(problems) from error
-        else:
             return
+        except RecipeError as error:
+            problems = error.problems
+    raise RecipeError(
+        [replace(one, file=str(path)) if one.file == OVERRIDE_FILE else one for one in problems]
+    )
