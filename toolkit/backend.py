@@ -15,7 +15,6 @@ from toolkit.layout import (
     Layout,
     ModelName,
     Placement,
-    Precision,
     RecomputeWay,
     Stage,
 )
@@ -30,7 +29,6 @@ ANY = 65536
 """Largest degree in the schema. It stands for no limit of the pair's own."""
 
 _ON_DEVICE: frozenset[Placement] = frozenset(("none",))
-_PRECISIONS: frozenset[Precision] = frozenset(("fp32", "fp16", "bf16"))
 
 
 @dataclass(frozen=True)
@@ -54,8 +52,6 @@ class Support:
     """Whether optimizer states and parameters are always on the same device."""
     recompute: tuple[RecomputeWay, ...] = ("none", "full")
     """Activation recompute. `selective` is megatron-core's own attention recompute."""
-    precisions: frozenset[Precision] = field(default=_PRECISIONS)
-    """Precisions that the engine computes in, if the device can."""
     kernel_stages: tuple[Stage, ...] = ()
     """In which ZeRO stages decoder layers may be compiled, and have products in 8 bits."""
 

@@ -61,8 +61,8 @@ def test_what_is_approximated(changes: dict[str, Any], what: set[str]) -> None:
         (
             SPLIT,
             "order of sums",
-            "gradients over 2 micro batches and 2 data-parallel ranks, activations over 2 "
-            "tensor-parallel ranks: the same terms, other last digits",
+            "split over 2 micro batches, 2 data-parallel ranks, 2 tensor-parallel ranks: the "
+            "same terms, other last digits",
         ),
         (CP2, "order of sums", "2 context-parallel ranks"),
         (FP16, "loss scale", "65,536 times the mean loss"),

@@ -17,7 +17,7 @@ from toolkit.plan.rules.legality import (
     zero_stages,
 )
 from toolkit.plan.search import search
-from toolkit.recipe.schema import ClusterSection, ParallelSection, TrainingSection, ZeroSection
+from toolkit.recipe.schema import ClusterSection, ParallelSection, ZeroSection
 from toolkit.recipe.words import settings
 
 EIGHT = ClusterSection(gpus_per_node=8)
@@ -128,14 +128,13 @@ def test_experts_of_megatron_core_are_recomputed_in_all_layers() -> None:
 
 
 def test_every_value_of_the_schema_runs_on_some_engine() -> None:
-    sections = {"training": TrainingSection, "parallel": ParallelSection, "zero": ZeroSection}
+    sections = {"parallel": ParallelSection, "zero": ZeroSection}
     offered = {
         f"{section}.{name}": set(setting.choices) - {"auto"}
         for section, fields in sections.items()
         for name, setting in settings(fields).items()
     }
     able = table().values()
-    assert offered["training.precision"] == {p for one in able for p in one.precisions}
     assert offered["parallel.recompute"] == {way for one in able for way in one.recompute}
     assert offered["parallel.engine"] == {pair.engine for pair in table()}
     assert offered["parallel.model"] == {pair.model for pair in table()}
@@ -146,7 +145,7 @@ def test_every_value_of_the_schema_runs_on_some_engine() -> None:
         for name, setting in settings(ParallelSection).items()
         if "." not in name and setting.takes("integer") and not setting.takes("boolean")
     }
-    degrees = {one.setting for one in DEGREES if one.key}
+    degrees = {one.setting for one in DEGREES}
     assert numbers == {*degrees, "replicate", "recompute"}
     assert all(any(one.largest(name) > 1 for one in able) for name in numbers - {"recompute"})
 

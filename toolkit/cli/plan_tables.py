@@ -101,11 +101,10 @@ def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:
         unit = {"memory": "x_bytes", "time": "x_s"}.get(what, "share")
         values: dict[str, float] = {}
         for name, one in rows.items():
-            label = (
-                f"{one['part'] or name} {_amount(unit if one['part'] else name, one['value'])}"
-            )
+            amount = _amount(unit if one["part"] else name, one["value"])
+            formula = one["formula"].replace(" * ", " · ")
             source = f"  ({one['source']})" if one["source"] else ""
-            yield Text(f"  - {label} = {one['formula'].replace(' * ', ' · ')}{source}")
+            yield Text(f"  - {one['part'] or name} {amount} = {formula}{source}")
             values |= {key: value for key, value in one["symbols"].items() if key not in rows}
         shown = ", ".join(f"{key} {_amount(key, value)}" for key, value in values.items())
         yield Text(f"  where {shown}")

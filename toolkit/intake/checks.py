@@ -296,14 +296,12 @@ def _accelerator(recipe: Recipe) -> Iterator[Problem]:
         known = error.message.partition("known: ")[2]
         yield Problem("cluster.gpu", stated, known, error.fix)
         return
-    precision, engines = recipe.training.precision, legality.precisions(recipe.parallel)
-    here = [name for name in engines if _computes(device, name)]
+    precision = recipe.training.precision
+    here = [name for name in ("fp32", "fp16", "bf16") if _computes(device, name)]
     if precision not in here:
-        reason = f"no engine that fits the recipe trains in {precision}"
-        if not _computes(device, precision):
-            reason = f"it has no {precision} units"
-            if device.generation == "cpu":
-                reason = "no engine trains in fp16 there"
+        reason = f"it has no {precision} units"
+        if device.generation == "cpu":
+            reason = "no engine trains in fp16 there"
         found = f"{precision} on {device.name}: {reason}"
         fix = f"set training.precision to {here[-1]}"
         yield Problem("training.precision", found, ", ".join(here), fix)

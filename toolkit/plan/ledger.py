@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toolkit.backend import BACKENDS
-from toolkit.layout import Fp8Scaling
+from toolkit.layout import Layout
 from toolkit.models.model import is_dropout
 from toolkit.models.spec import ModelSpec
 from toolkit.plan.plan import Plan
@@ -63,7 +63,9 @@ def _approximated(
     if precision != "fp32":
         yield precision, f"computed in {precision}, weights updated in fp32"
     if (scaling := recipe.kernels.fp8) is not None:
-        yield "fp8", _fp8_words(scaling)
+        products = "matrix products of the layers round their operands to 8 bits"
+        changes = "; the layout changes the scales" * (scaling == "tensorwise")
+        yield "fp8", f"{products}, scaled {scaling}{changes}"
     if (outer := recipe.parallel.outer) is not None:
         how = f"learning rate {outer.learning_rate:g}, momentum {outer.momentum:g}"
         yield (
@@ -81,8 +83,8 @@ def _approximated(
         )
     if layout.cp > 1 and layout.exchange == "all_gather" and precision != "fp32":
         yield "keys and values", f"their gradients are summed over context ranks in {precision}"
-    if sums := _split_sums(plan):
-        yield "order of sums", f"{sums}: the same terms, other last digits"
+    if sums := _split_sums(layout):
+        yield "order of sums", f"split over {sums}: the same terms, other last digits"
     optimizer = recipe.optimizer.kind
     if optimizer.amplified and (sums or precision != "fp32"):
         yield optimizer.amplified
@@ -112,27 +114,12 @@ def _approximated(
                 yield key, f"{strength}, but its random numbers differ between layouts"
 
 
-def _fp8_words(scaling: Fp8Scaling) -> str:
-    """Which products are rounded, and whether the layout changes their scales."""
-    products = f"matrix products of the layers round their operands to 8 bits, scaled {scaling}"
-    if scaling == "tensorwise":
-        return f"{products}: by one number per micro batch and rank, which the layout changes"
-    return f"{products}: alike in every layout, but another last digit may flip a code"
-
-
-def _split_sums(plan: Plan) -> str:
-    """Sums that this layout splits. Empty if nothing is split."""
-    layout = plan.layout
-    gradients = (
+def _split_sums(layout: Layout) -> str:
+    """Over what this layout splits sums. Empty if it splits none."""
+    parts = (
         ("micro batches", layout.gradient_accumulation),
         ("data-parallel ranks", layout.dp),
         ("context-parallel ranks", layout.cp),
+        ("tensor-parallel ranks", layout.tp),
     )
-    found = [f"{count:,} {over}" for over, count in gradients if count > 1]
-    sums = [f"gradients over {' and '.join(found)}"] if found else []
-    if layout.ep > 1:
-        holders = layout.dp * layout.tp // layout.ep
-        sums.append(f"those of experts over the {holders:,} that hold them")
-    if layout.tp > 1:
-        sums.append(f"activations over {layout.tp} tensor-parallel ranks")
-    return ", ".join(sums)
+    return ", ".join(f"{count:,} {over}" for over, count in parts if count > 1)

@@ -13,16 +13,15 @@ from typing import Any, NamedTuple
 
 from toolkit.backend import ANY, BACKENDS, Support
 from toolkit.errors import Problem
-from toolkit.layout import Pair, Precision, Stage
+from toolkit.layout import Pair, Stage
 from toolkit.plan.dimensions import DEGREES, is_above_one
 from toolkit.plan.request import PlanRequest
 from toolkit.recipe.schema import ClusterSection, ParallelSection
 from toolkit.recipe.yaml_text import plain_text
 
-_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16")
 RANKS = ("tensor", "pipeline", "context")
 """Degrees of `parallel` by which data-parallel ranks become fewer."""
-_LIMITED = (*(one.setting for one in DEGREES if one.key), "replicate")
+_LIMITED = (*(one.setting for one in DEGREES), "replicate")
 """Degrees of which a pair has a largest one."""
 
 
@@ -132,17 +131,10 @@ def table() -> Mapping[Pair, Support]:
 _PIPELINE_AND_ZERO = " (a pipeline still accumulates gradients, which ZeRO 2 and 3 shard)"
 
 
-def pairs(parallel: ParallelSection, precision: Precision | None = None) -> list[Pair]:
-    """The pairs that support what `parallel` requests, in the order of `table`.
-
-    With a `precision`, only those that compute in it.
-    """
+def pairs(parallel: ParallelSection) -> list[Pair]:
+    """The pairs that support what `parallel` requests, in the order of `table`."""
     return [
-        pair
-        for pair, support in table().items()
-        if _matches(parallel, pair)
-        and not _violations(parallel, pair)
-        and (precision is None or precision in support.precisions)
+        pair for pair in table() if _matches(parallel, pair) and not _violations(parallel, pair)
     ]
 
 
@@ -151,15 +143,6 @@ def chosen_from(able: Sequence[Pair], parallel: ParallelSection) -> list[Pair]:
     names, or all where none of these can."""
     auto = [pair for pair in able if table()[pair].auto] if parallel.engine == "auto" else []
     return auto or [*able]
-
-
-def precisions(parallel: ParallelSection) -> list[Precision]:
-    """The precisions of the pairs that support `parallel`, the most usual last.
-
-    If no pair does, which `problems` reports, those of all pairs.
-    """
-    able = pairs(parallel) or table()
-    return [name for name in _PRECISIONS if any(name in table()[p].precisions for p in able)]
 
 
 def zero_stages(parallel: ParallelSection, pair: Pair) -> list[Stage]:

@@ -43,7 +43,7 @@ def position_notes(config: Mapping[str, object], length: int) -> Iterator[str]:
 
 def able_pairs(job: PlanRequest) -> list[Pair]:
     """The pairs that the planner compares for this model and what `job` requests."""
-    asked = legality.pairs(job.parallel, job.training.precision)
+    asked = legality.pairs(job.parallel)
     able = [pair for pair in asked if not pair_problems(job, pair)]
     return legality.chosen_from(able, job.parallel)
 
@@ -54,7 +54,7 @@ def problems(job: PlanRequest) -> list[Problem]:
     The problems are those of the nearest of the legal pairs. Keys are full dotted paths. File
     and line are left to the caller.
     """
-    asked = legality.pairs(job.parallel, job.training.precision)
+    asked = legality.pairs(job.parallel)
     groups = job.optimizer.groups
     return (
         [*(frozen.problems(job.freeze, frozen.names_of(job.config)) if job.freeze else ())]
