@@ -118,27 +118,20 @@ def test_there_is_a_recipe_for_every_size() -> None:
 
 
 @pytest.mark.parametrize("path", SIZED, ids=NAMES)
-def test_recipe_is_valid_and_has_the_published_number_of_parameters(path: Path) -> None:
-    recipe = load(path)
-    assert recipe.name == path.stem
-    config = recipe.model.config
-    assert config is not None
-    assert check_config(config) == []
+def test_what_a_recipe_states(path: Path) -> None:
+    """The published shape, where weights, data and tokenizer come from, a sensible schedule and
+    batch, and a source of its numbers."""
+    recipe, (size, task) = load(path), named(path)
+    config, training = recipe.model.config, recipe.training
+    assert recipe.name == path.stem and config is not None and check_config(config) == []
     spec = model_spec(config)
-    assert spec.parameters.total == PARAMETERS[named(path)[0]]
+    assert spec.parameters.total == PARAMETERS[size]
     assert f"{spec.parameters.total:,} parameters" in text(path)
-    length = recipe.training.sequence_length
-    assert length <= spec.max_positions
+    assert training.sequence_length <= spec.max_positions
     if is_longer(path):
-        assert f"-{length // 1024}k" in path.stem
-        assert recipe.parallel.context == "auto"
-        assert recipe.data.isolates
+        assert f"-{training.sequence_length // 1024}k" in path.stem
+        assert recipe.parallel.context == "auto" and recipe.data.isolates
 
-
-@pytest.mark.parametrize("path", SIZED, ids=NAMES)
-def test_recipe_names_where_weights_data_and_tokenizer_come_from(path: Path) -> None:
-    recipe = load(path)
-    size, task = named(path)
     assert recipe.model.hub == (None if size in WITH_VISION else recipe.data.tokenizer)
     begins = task == "pretrain" and not is_longer(path)
     assert recipe.model.init == ("random" if begins else "pretrained")
@@ -147,18 +140,14 @@ def test_recipe_names_where_weights_data_and_tokenizer_come_from(path: Path) -> 
         assert (train.path, train.name, train.split) in DATA[task]
     assert recipe.logging.trackers == ("wandb",)
 
-
-@pytest.mark.parametrize("path", SIZED, ids=NAMES)
-def test_learning_rate_falls_and_warm_up_is_shorter_than_the_run(path: Path) -> None:
-    recipe = load(path)
-    training = recipe.training
-    assert [training.steps, training.tokens, training.epochs].count(None) == 2
     assert recipe.schedule.min_learning_rate < recipe.optimizer.learning_rate
     tokens_per_step = training.global_batch_size * training.sequence_length
     if training.epochs is None:
         steps = training.steps or (training.tokens or 0) / tokens_per_step
         assert 0 < recipe.schedule.warmup_steps < 0.1 * steps
         assert 0.4e6 < tokens_per_step < 25e6
+    source = r"arXiv:\d{4}\.\d{5}|build-nanogpt|torchtune|alignment-handbook"
+    assert re.search(source, text(path))
 
 
 @pytest.mark.parametrize("path", SIZED, ids=NAMES)
@@ -203,9 +192,3 @@ def test_chats_train_the_base_and_preferences_what_has_a_template(size: str) -> 
 @pytest.mark.parametrize("path", [path for path in SIZED if named(path)[1] != "pretrain"])
 def test_dmt_render(path: Path, dmt: Dmt) -> None:
     assert dmt("render", path, "--set", "parallel.engine=deepspeed").json
-
-
-@pytest.mark.parametrize("path", SIZED, ids=NAMES)
-def test_every_hyperparameter_states_its_source(path: Path) -> None:
-    source = r"arXiv:\d{4}\.\d{5}|build-nanogpt|torchtune|alignment-handbook"
-    assert re.search(source, text(path))
