@@ -35,7 +35,7 @@ from toolkit.models.hub import model_config as plan_model_config
 from toolkit.recipe.schema import MegatronSource, ModelSection
 from toolkit.run import jsonl
 from toolkit.run.assignment import decide, read_assignment, write
-from toolkit.run.tracker_thread import Posted
+from toolkit.run.trackers import Posted
 
 TOOLKIT = Path(verify.__code__.co_filename).parents[1]
 

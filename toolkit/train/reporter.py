@@ -11,7 +11,7 @@ from toolkit.run.directory import RunDirectory
 from toolkit.run.events import VALIDATION, EventLog
 from toolkit.run.metrics import Metrics, MetricsLog
 from toolkit.run.progress import ProgressReport
-from toolkit.run.tracker_thread import Trackers
+from toolkit.run.trackers import Trackers
 from toolkit.train.shared import Progress
 from toolkit.train.watchdog import Mark
 

@@ -20,12 +20,18 @@ from tests.e2e.product import run as run_command
 from tests.forked import ForkedRanks
 from tests.processes import HANG_S, wait_until
 from toolkit.recipe.schema import LoggingSection
-from toolkit.run import jsonl, tracker_thread
+from toolkit.run import jsonl
 from toolkit.run.directory import RunDirectory
 from toolkit.run.events import EventLog
 from toolkit.run.metrics import Metrics, MetricsLog
-from toolkit.run.tracker_thread import Posted, Trackers
-from toolkit.run.trackers import TRACKERS, trackers_line, wanted
+from toolkit.run.trackers import (
+    TRACKERS,
+    Posted,
+    Trackers,
+    _Rows,
+    trackers_line,
+    wanted,
+)
 from toolkit.system.install import install
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -310,7 +316,7 @@ def test_rows_are_in_the_order_of_steps(run: RunDirectory) -> None:
     jsonl.append(run.events, {"kind": "evaluation", "step": 20, "loss": 10.0})
     jsonl.append(run.events, {"kind": "evaluation", "step": [], "loss": 10.0})
     run.metrics.open("a").write('{"loss": 1}\n{"step": "x"}\n7\n{"step": 30')
-    rows, posted = tracker_thread._Rows(run), Posted("id")
+    rows, posted = _Rows(run), Posted("id")
     assert [*rows.new(posted, newest=False)] == [
         (10, {"loss": 10.0}),
         (15, {"skip/loss": 99.0}),
@@ -320,11 +326,9 @@ def test_rows_are_in_the_order_of_steps(run: RunDirectory) -> None:
     last = {"loss": 20.0, "evaluation/loss": 10.0, "save/seconds": 1.0}
     assert [*rows.new(posted, newest=True)] == [(20, last)]
     posted.names["skip/loss"] = 15
-    assert [*tracker_thread._Rows(run).new(posted, newest=True)] == [(20, last)]
+    assert [*_Rows(run).new(posted, newest=True)] == [(20, last)]
     posted.names |= {"loss": 20, "save/seconds": 20}
-    assert [*tracker_thread._Rows(run).new(posted, newest=True)] == [
-        (20, {"evaluation/loss": 10.0})
-    ]
+    assert [*_Rows(run).new(posted, newest=True)] == [(20, {"evaluation/loss": 10.0})]
 
 
 @pytest.mark.parametrize("damaged", ['{"run_id": 5, "posted_step": "x"}', "[]", "{"])
