@@ -134,6 +134,7 @@ def test_a_mistake_is_one_message(run: Path, tmp_path: Path, capsys: Captured) -
         (["verify", tmp_path / "nowhere"], "does not exist"),
         (["verify", tmp_path / "empty"], "neither a run directory nor a checkpoint"),
         (["list", tmp_path / "empty"], "neither a run directory nor a checkpoint"),
+        (["verify", folder / "step-00000012.tmp"], "neither a run directory nor a checkpoint"),
         (["verify", folder / "step-00000013"], "states no format"),
     ):
         code, out, err = dmt(capsys, *arguments)

@@ -33,7 +33,7 @@ def locate(path: Path) -> CheckpointFolder:
     `path` is a checkpoint, a run directory or the folder of its checkpoints.
     Raises CheckpointError when there is none, or when it was never finished.
     """
-    if (path / MANIFEST).exists():
+    if (path / MANIFEST).exists() and path.suffix != ".tmp":
         return CheckpointFolder(path, Manifest.read(path), None)
     store = store_of(path)
     finished = store.finished()

@@ -114,8 +114,7 @@ def prepare(
 
 def _read_megatron(prefix: Path, cache: Path) -> TokenizedData:
     """Data that is tokenised already, which its index and samples of its tokens identify."""
-    indexed = read_indexed(prefix)
-    _check_some(indexed, str(bin_path(prefix)))
+    indexed = _read_some(prefix, str(prefix))
     index = content_fingerprint([idx_path(prefix)], cache)
     tokens = content_fingerprint([bin_path(prefix)], cache, sampled=True)
     fingerprint = fingerprint_of(["megatron pair", index, tokens])
@@ -134,14 +133,15 @@ def _read_remote(prefix: str, cache: Path, track: Track) -> TokenizedData:
     contents = fingerprint_of([file.identity for file in pair])
     folder = cache / "remote" / contents
     copied(pair, folder, track)
-    indexed = read_indexed(folder / name)
-    _check_some(indexed, f"{shown(prefix)}.bin")
+    indexed = _read_some(folder / name, shown(prefix))
     return TokenizedData(indexed, fingerprint_of(["megatron", contents]), shown(prefix))
 
 
-def _check_some(indexed: IndexedTokens, name: str) -> None:
+def _read_some(prefix: Path, name: str) -> IndexedTokens:
+    indexed = read_indexed(prefix)
     if not len(indexed.tokens):
         raise DataError(f"{name} holds no tokens", fix="build it again")
+    return indexed
 
 
 def _read_entry(prefix: Path, belongs: Path | None) -> IndexedTokens | None:
