@@ -15,7 +15,6 @@ from toolkit.errors import DataError
 
 _PADDING_ID = 0
 """Valid in every vocabulary. It is never a label, and no trained token attends to it."""
-_CHUNK_TOKENS = 2**22
 _WINDOW_TOKENS = 2**28
 """About a quarter of a million documents."""
 
@@ -73,10 +72,7 @@ class TokenStream:
 
     def document_lengths(self, n_tokens: int) -> Int64Array:
         """Tokens of each document that ends in the first so many tokens, from the index."""
-        ends = [np.array([-1])]
-        for start in range(0, n_tokens, _CHUNK_TOKENS):
-            ends.append(self.document_ends(start, min(start + _CHUNK_TOKENS, n_tokens)) + start)
-        return np.diff(np.concatenate(ends))
+        return np.diff(self.document_ends(0, n_tokens), prepend=-1)
 
     def document_ends(self, start: int, stop: int) -> Int64Array:
         """The second array of `read`, without reading the tokens."""
@@ -84,7 +80,7 @@ class TokenStream:
             self._document_ends(first, behind) - first + place
             for first, behind, place in self._pieces(start, stop)
         ]
-        return np.concatenate(ends)
+        return np.concatenate(ends or [np.zeros(0, dtype=np.int64)])
 
     def _pieces(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """The parts of runs that make up [start, stop): file positions, and the place."""
