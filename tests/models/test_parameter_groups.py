@@ -45,10 +45,6 @@ def grouping(
         (grouping(group("model.embed_token.weight")), "mean `model.embed_tokens.weight`"),
         (grouping(group("*.bias")), "*.bias, which matches no tensor that trains"),
         (grouping(group("*.norm.*"), freeze=("model.norm.*",)), "matches no tensor"),
-        (
-            grouping(group("lm_head.*"), config=TINY | {"tie_word_embeddings": True}),
-            "name the input embedding",
-        ),
         (grouping(group("model.*"), group("*.mlp.*")), "which earlier groups match completely"),
         (
             grouping(group("*.0.self_attn.q_proj.*"), engine="megatron"),

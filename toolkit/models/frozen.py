@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 KEY = "model.freeze"
 Value = TypeVar("Value")
-_HEADS = ("lm_head.weight", "embed_out.weight")
 _STACKED = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts)\.\d+\.(.+)")
 """Tensors of one expert, which transformers keeps in one parameter for all experts."""
 
@@ -49,8 +48,6 @@ def idle_problem(
         return None
     listed = "model.safetensors.index.json of the model lists the names"
     fix = did_you_mean(idle[0], names, listed, cutoff=0.8)
-    if matching(idle, _HEADS):
-        fix = "name the input embedding: the head of this model is tied to it"
     allowed = f"patterns of its tensors' names, e.g. {min(names)}"
     return Problem(key, f"{', '.join(idle)}, which matches no {kind}", allowed, fix)
 

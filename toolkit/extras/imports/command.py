@@ -40,8 +40,8 @@ from toolkit.text.terminal import tell
 from toolkit.text.units import byte_size
 from toolkit.train.exporting import companion_files, take_ends
 
-FORMATS = (deepspeed, dcp)
-"""Modules with a TITLE, the FILES by which they are recognised, `matches` and `read`."""
+FORMATS = (deepspeed, dcp, megatron)
+"""Modules with a TITLE, the FILES by which they are recognised, and `matches`."""
 
 
 def import_checkpoint(
@@ -55,10 +55,20 @@ def import_checkpoint(
     """Carry out the command. See its help in `cli/checkpoint.py`."""
     where = None if cluster is None else find_cluster(cluster)
     recipe = load_recipe(path, overrides, where)
-    if megatron.matches(source) or to is not None:
-        _import_weights(source, recipe, to)
-        return
     form = _format_of(source)
+    if (form is megatron) != (to is not None):
+        raise CheckpointError(
+            f"{source} is of {form.TITLE}: of Megatron-LM's checkpoints, and of no others, the "
+            "weights alone are read, into a folder",
+            fix="leave --to out"
+            if to
+            else "add --to FOLDER, and train with model.hub: FOLDER, model.init: pretrained",
+        )
+    if to is not None:
+        for note in megatron.read_megatron(source, hf.build_config(recipe.model), to):
+            tell(f"note: {note}")
+        tell(f"wrote {to}", sys.stdout)
+        return
     assignment = decide(recipe, run_dir, where)
     run = RunDirectory(assignment.run_dir)
     _check_target(run, assignment.recipe)
@@ -85,23 +95,6 @@ def import_checkpoint(
     tell(f"to continue: {shlex.join(words)}")
 
 
-def _import_weights(source: Path, recipe: Recipe, to: Path | None) -> None:
-    """Write the weights of a Megatron checkpoint as a Hugging Face folder."""
-    if not megatron.matches(source):
-        raise CheckpointError(
-            f"--to: {source} is not one iteration of a torch_dist checkpoint of Megatron-LM",
-            fix="name its folder iter_… or release; leave --to out for other tools",
-        )
-    if to is None:
-        raise CheckpointError(
-            f"{source}: of Megatron-LM's checkpoints the weights alone are read",
-            fix="add --to FOLDER, and train with model.hub: FOLDER, model.init: pretrained",
-        )
-    for note in megatron.read_megatron(source, hf.build_config(recipe.model), to):
-        tell(f"note: {note}")
-    tell(f"wrote {to}", sys.stdout)
-
-
 def _format_of(source: Path) -> Any:
     """The format of a folder. Raises CheckpointError if no known tool wrote it."""
     if not source.is_dir():
@@ -109,7 +102,7 @@ def _format_of(source: Path) -> Any:
     for form in FORMATS:
         if form.matches(source):
             return form
-    known = "; ".join(f"{form.TITLE}: {form.FILES}" for form in (*FORMATS, megatron))
+    known = "; ".join(f"{form.TITLE}: {form.FILES}" for form in FORMATS)
     raise CheckpointError(
         f"{source} is not a checkpoint of a supported tool",
         fix=f"name the folder of one save; supported are {known}",
