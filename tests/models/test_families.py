@@ -157,14 +157,6 @@ def test_config_that_transformers_saves_is_understood(case: str) -> None:
     }
 
 
-@pytest.mark.parametrize(("stated", "frozen"), [(7, 7), (-1, 99), (None, None)])
-def test_padding_token_counts_from_the_end_as_in_torch(
-    stated: int | None, frozen: int | None
-) -> None:
-    config = {"model_type": "llama", "vocab_size": 100, "pad_token_id": stated}
-    assert megatron_model(config).padding_token == frozen
-
-
 @pytest.mark.parametrize("case", CONFIGS)
 def test_padding_tokens_embedding_trains_where_transformers_trains_it(case: str) -> None:
     config = config_of(case, pad_token_id=7)

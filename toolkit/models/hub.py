@@ -28,12 +28,27 @@ class ShapeUnknown(PlanError):
 
 
 def model_config(model: ModelSection, *, download: bool = True) -> dict[str, Any]:
-    """The Hugging Face config of a recipe's model: stated, or read from `hub`.
+    """The Hugging Face config of a recipe's model: stated, or read from `hub` without its
+    dropout.
 
     Without `download`, a hub id is looked up only in the hub's local cache. Raises PlanError if
     it cannot be read, ShapeUnknown if the network is the reason.
     """
-    return _config_of_hub(model, download) if model.config is None else model.config
+    if model.config is not None:
+        return model.config
+    path, stated, config = _read_config(model, download)
+    if stated.get("quantization_config") is not None:
+        raise PlanError(
+            f"model.hub: {path}: its weights are quantized, and DMT trains those that are not",
+            fix="choose a copy in bf16 or fp32",
+        )
+    try:
+        read(config)
+    except PlanError as error:
+        told = f"model.hub: {path}: {error.message}"
+        fix = f"{error.fix}; or choose another model" if error.fix else "choose another model"
+        raise PlanError(told, fix=fix) from error
+    return config | dict.fromkeys(filter(is_dropout, config), 0.0)
 
 
 def ignored_keys(model: ModelSection, *, download: bool = True) -> str | None:
@@ -64,23 +79,6 @@ def _read_config(
             f"model.hub: cannot read {path}: {error}",
             fix="check the folder, or set model.config",
         ) from error
-
-
-def _config_of_hub(model: ModelSection, download: bool) -> dict[str, Any]:
-    """The config of `hub` as it is trained: without its dropout."""
-    path, stated, config = _read_config(model, download)
-    if stated.get("quantization_config") is not None:
-        raise PlanError(
-            f"model.hub: {path}: its weights are quantized, and DMT trains those that are not",
-            fix="choose a copy in bf16 or fp32",
-        )
-    try:
-        read(config)
-    except PlanError as error:
-        told = f"model.hub: {path}: {error.message}"
-        fix = f"{error.fix}; or choose another model" if error.fix else "choose another model"
-        raise PlanError(told, fix=fix) from error
-    return config | dict.fromkeys(filter(is_dropout, config), 0.0)
 
 
 def _hub_config(hub: str, revision: str | None, download: bool) -> Path:

@@ -13,7 +13,7 @@ from toolkit.errors import PlanError
 from toolkit.models.families.base import Family, MegatronModel
 from toolkit.models.families.deepseek import deepseek_v3
 from toolkit.models.families.dense import DENSE
-from toolkit.models.families.mixtures import glm4_moe, gpt_oss, mixtral, qwen
+from toolkit.models.families.mixtures import corrected_mixture, gpt_oss, mixtral, qwen
 from toolkit.models.model import Attention, read, text_of
 from toolkit.models.spec import ModelSpec
 from toolkit.registry import load
@@ -21,7 +21,7 @@ from toolkit.registry import load
 FAMILIES: Mapping[str, Family] = {
     **DENSE,
     "deepseek_v3": deepseek_v3,
-    "glm4_moe": glm4_moe,
+    "glm4_moe": corrected_mixture,
     "gpt_oss": gpt_oss,
     "mixtral": mixtral,
     "qwen2_moe": qwen,

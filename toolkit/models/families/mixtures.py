@@ -190,11 +190,6 @@ def _biased_experts(spec: ModelSpec) -> list[TensorMap]:
 # --- DeepSeek-V3's router -----------------------------------------------------------------
 
 
-def glm4_moe(config: Config, spec: ModelSpec) -> MegatronModel:
-    """GLM-4.5 as a megatron-core GPTModel."""
-    return corrected_mixture(config, spec)
-
-
 def corrected_mixture(
     config: Config,
     spec: ModelSpec,
@@ -202,7 +197,7 @@ def corrected_mixture(
     attention: Sequence[TensorMap] | None = None,
     reasons: Iterable[str] = (),
 ) -> MegatronModel:
-    """A decoder with DeepSeek-V3's experts. See `mixture`."""
+    """A decoder with DeepSeek-V3's experts, as GLM-4.5 is. See `mixture`."""
     layers = frozenset(range(config["first_k_dense_replace"], spec.layers))
     inner = config["n_shared_experts"] * config["moe_intermediate_size"]
     fields: dict[str, Any] = {
