@@ -3,14 +3,13 @@
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import typer
-from rich.text import Text
 
-from toolkit.cli.output import Line, output
+from toolkit.cli.output import Table, output
 from toolkit.doctor.selftest import MARK, Check, Suite, gpu_machine, report, self_test
 from toolkit.errors import EXIT_FAILED
 from toolkit.rehearse.rehearsal import Options
@@ -18,6 +17,16 @@ from toolkit.text.generated import check_out
 from toolkit.text.terminal import tell
 
 _COLOURS = {"ok": "green", "skipped": "dim", "failed": "bold red"}
+_TABLE = Table[Check](
+    {
+        "step": lambda one: one.step,
+        "what": lambda one: one.name,
+        "verdict": lambda one: one.verdict,
+        "found": lambda one: one.found,
+    },
+    left=4,
+    remark=lambda one: f"bound: {one.bound}" if one.verdict == "failed" and one.bound else "",
+)
 
 
 def run_self_test(
@@ -46,18 +55,7 @@ def run_self_test(
     else:
         shutil.rmtree(folder)
     data = {"machine": asdict(machine), "checks": [asdict(check) for check in checks]}
-    output(as_json, data, _lines(checks))
+    output(as_json, data, _TABLE.lines(checks, lambda one: _COLOURS[one.verdict]))
     tell(f"wrote {out}: attach it when you report a problem")
     if failed:
         raise typer.Exit(EXIT_FAILED)
-
-
-def _lines(checks: Sequence[Check]) -> Iterator[Line]:
-    """One line per check. Below a failed check, its bound."""
-    wide = [max(len(getattr(check, key)) for check in checks) for key in ("step", "name")]
-    for check in checks:
-        head = f"{check.step:<{wide[0]}}  {check.name:<{wide[1]}}  "
-        verdict = (f"{check.verdict:<8}  ", _COLOURS[check.verdict])
-        yield Text.assemble(head, verdict, check.found)
-        if check.verdict == "failed" and check.bound:
-            yield f"    bound: {check.bound}"

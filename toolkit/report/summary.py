@@ -120,9 +120,9 @@ def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
     """Read a run's events and metrics."""
     found = attempts(events)
     losses = [loss for line in metrics if (loss := _loss(line)) is not None]
-    validations = [loss for event in _all(found, "evaluation") if (loss := _loss(event))]
+    validations = [loss for one in _all(events, "evaluation") if (loss := _loss(one))]
     restarts = [str(one.events[0]["reason"]) for one in found if one.automatic]
-    predictions = _all(found, "prediction")
+    predictions = _all(events, "prediction")
     last = metrics[-1] if metrics else {}
     return Summary(
         steps=max([step_of(last) or 0, *(one.step for one in found[-1:])]),
@@ -131,15 +131,15 @@ def summarize(events: Sequence[Event], metrics: Sequence[Metrics]) -> Summary:
         validation=validations[-1] if validations else None,
         starts=len(found),
         restarts=tuple(restarts),
-        saves=_saves(_all(found, "save")),
+        saves=_saves(_all(events, "save")),
         data_wait_share=_data_wait_share(metrics),
         prediction=predictions[-1] if predictions else None,
         ending=_ending(found[-1]) if found else Ending("running"),
     )
 
 
-def _all(found: Sequence[Attempt], kind: str) -> list[Event]:
-    return [event for one in found for event in one.of(kind)]
+def _all(events: Sequence[Event], kind: str) -> list[Event]:
+    return [event for event in events if event["kind"] == kind]
 
 
 def _loss(record: Mapping[str, Any]) -> Loss | None:
