@@ -126,8 +126,8 @@ class Backend:
     """`module:class` of the engine that trains."""
     supports: ClassVar[Mapping[ModelName, Support]]
     """Support by model implementation. One that is missing is refused."""
-    packages: ClassVar[Mapping[str, str]] = {}
-    """Distributions that it needs besides torch and transformers, and the module of each."""
+    packages: ClassVar[tuple[str, ...]] = ()
+    """Distributions that it needs besides torch and transformers."""
     device_variable: ClassVar[str] = ""
     """The environment variable by which its users choose `cpu` or another device."""
     configured: ClassVar[bool] = False

@@ -17,7 +17,7 @@ class ToyBackend(Backend):
     name = "toy"
     engine = "toy_engine:ToyEngine"
     supports = {"hf": Support()}  # noqa: RUF012
-    packages = {"toy": "toy", "toy-kernels": "toy_kernels"}  # noqa: RUF012
+    packages = ("toy", "toy-kernels")
     configured = True
     cost = EngineCost()
     rehearsals = (Rehearsed("toy2", "hf", Layout(dp=2)),)

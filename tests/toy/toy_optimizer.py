@@ -55,6 +55,6 @@ SGD = OptimizerKind(
     unused=("eps",),
     whole=WholeTensors("toy_optimizer:rule", moments=("exp_avg",)),
     reference="toy_optimizer:reference",
-    packages={"toy": "toy", "toy-sgd": "toy_sgd"},
+    packages=("toy", "toy-sgd"),
     no_adapter="nobody has tried",
 )

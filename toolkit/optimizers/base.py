@@ -101,8 +101,8 @@ class OptimizerKind:
     elsewhere: Mapping[str, str] = field(default_factory=dict)
     """The name in other tools' configurations (`deepspeed.json`,
     `TrainingArguments`). One that is missing cannot state it."""
-    packages: Mapping[str, str] = field(default_factory=dict)
-    """Distributions that it needs, and the module of each."""
+    packages: tuple[str, ...] = ()
+    """Distributions that it needs."""
     no_adapter: str = ""
     """Why it does not train adapters. Empty if it does."""
     largest_rate: float = 3e-4

@@ -150,7 +150,7 @@ class DeepSpeedBackend(Backend):
             recompute=("none", "selective", "full"),
         ),
     }
-    packages = {"deepspeed": "deepspeed"}
+    packages = ("deepspeed",)
     device_variable = "DS_ACCELERATOR"
     configured = True
     distributed_types = ("DEEPSPEED",)

@@ -50,7 +50,7 @@ class MegatronBackend(Backend):
             recompute=("none", "selective", "full"),
         )
     }
-    packages = {"megatron-core": "megatron.core"}
+    packages = ("megatron-core",)
     configured = True
     distributed_types = ("MEGATRON_LM",)
     cost = MegatronCost()

@@ -45,7 +45,7 @@ ADAMW_8BIT = OptimizerKind(
         "checkpoint; another last digit of a gradient may flip a code",
     ),
     aliases=("adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit"),
-    packages={"bitsandbytes": "bitsandbytes"},
+    packages=("bitsandbytes",),
     no_adapter="the states of so few parameters are small, there is nothing to save",
     gives_up="AdamW's fp32 moments",
 )
