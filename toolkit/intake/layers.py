@@ -263,10 +263,6 @@ def _override(text: str, problems: list[Problem]) -> Stated:
         fix = "e.g. --set parallel.tensor=4"
         problems.append(Problem(OVERRIDE_FILE, text, "KEY.PATH=VALUE", fix, OVERRIDE_FILE))
         return nothing
-    if key == "extends":
-        fix = "write it into the recipe file"
-        problems.append(Problem("extends", text, "settings", fix, OVERRIDE_FILE))
-        return nothing
     try:
         stated, wrong = parse(value, OVERRIDE_FILE)
     except RecipeError as error:
