@@ -14,7 +14,7 @@ from toolkit.foreign.tables import ForeignRow, ForeignTool
 from toolkit.recipe.dump import in_yaml
 from toolkit.recipe.foreign import foreign, foreign_values
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.section import Section
+from toolkit.recipe.section import Section, legal_name
 from toolkit.recipe.words import settings as recipe_settings
 from toolkit.recipe.yaml_text import resolve_plain
 from toolkit.text.redact import redact
@@ -297,7 +297,9 @@ def fitting(key: str, value: Any) -> tuple[Any, str]:
         return value, "" if isinstance(value, bool | None) else "true or false"
     name, bracket, _ = key.partition("[")
     setting = recipe_settings().get(name)
-    if name == "name" or name.startswith(("data.train.", "data.validation.")):
+    if name == "name":
+        return legal_name(str(value), "run"), ""
+    if name.startswith(("data.train.", "data.validation.")):
         return value, ""  # judged with the whole recipe
     if bracket or setting is None:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from toolkit.errors import Problem
 from toolkit.recipe.foreign import foreign, value_fix
 from toolkit.recipe.schema import Recipe
-from toolkit.recipe.section import Section
+from toolkit.recipe.section import Section, legal_name
 from toolkit.recipe.words import GUARD, Setting, members, schema_of, settings
 from toolkit.recipe.yaml_text import (
     KeyPath,
@@ -31,7 +31,6 @@ _ELSEWHERE = 0.8
 """How similar a key must be to one of another section to be taken for its misspelling."""
 _MOST_PLACES = 3
 """A key that more sections have (`name`) says nothing about which one was meant."""
-_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _SPELT_OUT = re.compile(r"(\d[\d_,]{,20}(?:\.\d{,20})?) ?([kmbt]?)", re.IGNORECASE)
 """`1_000`, `1,000` and `8k`."""
 _SUFFIXES = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -226,8 +225,8 @@ def _fix_text(key: str, text: str, setting: Setting) -> str:
         digits, suffix = found.groups()
         number = float(re.sub("[_,]", "", digits)) * _SUFFIXES[suffix.lower()]
         return f"write {plain_text(int(number) if number.is_integer() else number)}"
-    slug = _NOT_IN_NAMES.sub("-", text).strip("-._")[:100]
-    return f"write {slug}" if key == "name" and slug else ""
+    slug = legal_name(text) if key == "name" else ""
+    return f"write {slug}" if slug else ""
 
 
 def _similar(value: object, choices: list[str]) -> str:

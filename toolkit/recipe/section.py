@@ -1,5 +1,6 @@
 """The base class of a recipe's sections, and the types of values that many of them have."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -25,6 +26,13 @@ Name: TypeAlias = Annotated[
     Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"),
     Wording("letters, digits, `.`, `_` and `-`, beginning with a letter or digit, at most 100"),
 ]
+
+
+def legal_name(text: str, otherwise: str = "") -> str:
+    """A text in the letters that a `Name` may have. `otherwise` if none are left."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[:100] or otherwise
+
+
 NonEmpty: TypeAlias = Annotated[str, Field(min_length=1, max_length=4096)]
 Positive: TypeAlias = Annotated[int, Field(ge=1, le=2**40)]
 Count: TypeAlias = Annotated[int, Field(ge=0, le=2**40)]

@@ -1,6 +1,5 @@
 """A first recipe for a model: a shipped recipe's numbers, or usual ones by its size."""
 
-import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -16,6 +15,7 @@ from toolkit.plan.hardware.cluster import Cluster
 from toolkit.plan.planner import placed_on
 from toolkit.recipe.places import RECIPES, shipped_recipes
 from toolkit.recipe.schema import ModelSection, Recipe
+from toolkit.recipe.section import legal_name
 from toolkit.recipe.yaml_text import Location, Stated
 from toolkit.registry import load
 from toolkit.text.suggest import did_you_mean
@@ -128,7 +128,7 @@ def _own(model: str, task: Task) -> Recipe:
             fix=f"copy the model's {_TOKENIZER_FILES[0]} there, or --task pretrain",
         )
     template = None if task == "pretrain" or _has_template(folder) else "chatml"
-    name = legal_name((folder.resolve() if folder.is_dir() else folder).name, "model")
+    name = legal_name((folder.resolve() if folder.is_dir() else folder).name, "model")[:80]
     stated = {"hub": source, "config": config}
     # `dmt check` refuses a folder without a tokenizer until there is one.
     return _usual_recipe(f"{name}-{task}".lower(), stated, source, template, task)
@@ -179,11 +179,6 @@ def _usual_recipe(
 def as_recipe(values: Mapping[str, Any], source: str) -> Recipe:
     """A drafted recipe. Raises RecipeError with every mistake in it, whose file is `source`."""
     return valid(Stated(values, {(): Location(source, 0)}))
-
-
-def legal_name(name: str, otherwise: str) -> str:
-    """The name in letters that a folder of runs may have. `otherwise` if none are left."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:80] or otherwise
 
 
 def _config(model: str, source: str) -> Mapping[str, Any]:

@@ -1,6 +1,5 @@
 """The recipe that files of other tools state, as a YAML with the origin of every value."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from toolkit.recipe.dump import commented
 from toolkit.recipe.schema import LENGTH_SETTINGS, Recipe
 from toolkit.recipe.yaml_text import KeyPath, Location, Stated
 from toolkit.starter.data import source_of
-from toolkit.starter.draft import Task, draft, draft_of_config, legal_name
+from toolkit.starter.draft import Task, draft, draft_of_config
 from toolkit.text.dotted import nested
 from toolkit.text.redact import looks_secret, redact
 from toolkit.text.terminal import printable
@@ -72,7 +71,6 @@ def import_files(
     _add_data(found, task, data)
     _say_loss(found)
     _add_validation(found)
-    _clean_name(found)
     recipe = _valid(found)
     origins = {key: printable(_origin(one)) for key, one in found.values.items()}
     body = "\n".join([
@@ -266,16 +264,6 @@ def _valid(found: Found) -> Recipe:
         for key, one in found.values.items()
     }
     return valid(Stated(_nested(found), {(): Location("--from", 0), **places}))
-
-
-def _clean_name(found: Found) -> None:
-    """The run's name, in letters that a folder of runs may have."""
-    one = found.values["name"]
-    name = str(one.value)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", name):
-        found.values["name"] = replace(
-            one, value=legal_name(name, "run"), note=f"`{name}` there"
-        )
 
 
 def _problem(found: Found) -> str:
