@@ -49,16 +49,6 @@ class Dimension(NamedTuple):
             value = division_text(value).replace(" + ", "+").replace(" × ", "×")
         return self.word.format(value)
 
-    def named(self, value: Any) -> str:
-        """A value in a reason: `tensor 8`, `sequence parallel true`."""
-        if isinstance(value, tuple):
-            return self.text(value) if value else f"even {self.name}"
-        if isinstance(value, bool):
-            return f"{self.name} {str(value).lower()}"
-        if self.field == "recompute" and isinstance(value, int):
-            return f"{self.name} {value} layer{'s' * (value > 1)}"
-        return f"{self.name} {value}"
-
 
 _PLAIN = Layout()
 

@@ -4,7 +4,13 @@ from collections.abc import Iterator
 
 from toolkit.layout import Pair, stage_layers
 from toolkit.plan.alternatives import over
-from toolkit.plan.dimensions import DIMENSIONS, division_text, layout_text
+from toolkit.plan.dimensions import (
+    DIMENSIONS,
+    Dimension,
+    division_text,
+    layout_text,
+    recompute_text,
+)
 from toolkit.plan.estimate import MARGIN, Estimate
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import attention, kernels
@@ -26,14 +32,13 @@ def reasons(found: Search, built_gib: float) -> Iterator[str]:
     job, best = found.job, found.best
     yield why(found)
     yield _pair(job, best.pair)
+    values = vars(best.layout) | {"recompute": recompute_text(best.layout)}
     for one in DIMENSIONS:
-        value, stated = getattr(best.layout, one.field), one.of(job) != "auto"
-        has_experts = one.field == "experts" and job.spec.moe_layers > 0
-        if one.used(best.layout) or one.field in _ALWAYS or has_experts:
-            note = _note(found, one.field) or _UNMEASURED.get((one.field, value), "")
-            told = "asked for" if stated else "auto"
-            yield f"{one.named(value)}: {told}{f'; {note}' if note else ''}"
-    yield from _kernels_not_used(job, best)
+        note = _note(job, best, one)
+        if one.used(best.layout) or one.field in _ALWAYS or note:
+            told = "auto" if one.of(job) == "auto" else "asked for"
+            value = str(values[one.field]).lower()
+            yield f"{one.name} {value}: {told}{f'; {note}' if note else ''}"
     kernel, because = attention.choice(with_context(job, best))
     rest = "; torch's other kernels where it cannot" if kernel in ("cudnn", "flash") else ""
     yield f"attention {kernel}: {because}{rest}"
@@ -125,24 +130,19 @@ def _pair(job: PlanRequest, pair: Pair) -> str:
     return f"{pair}: {asked}"
 
 
-def _note(found: Search, field: str) -> str:
-    """What the layout's text does not say of the chosen value."""
-    layout, job = found.best.layout, found.job
-    if field == "pp":
+def _note(job: PlanRequest, best: Estimate, one: Dimension) -> str:
+    """What the layout's text does not say of a value, and why `auto` uses no other kernels."""
+    layout, pair = best.layout, best.pair
+    if one.field == "pp" and layout.pp > 1:
         return f"{division_text(stage_layers(job.spec.layers, *layout.division))} layers"
-    if field == "experts" and job.kernels.experts == "auto":
-        settled = job.parallel.model_copy(update={"tensor": layout.tp, "expert": layout.ep})
-        return kernels.experts_objection(job, found.best.pair, settled)
+    if one.used(layout) or one.of(job) != "auto" or job.cluster.gpu == "cpu":
+        return _UNMEASURED.get((one.field, getattr(layout, one.field)), "")
+    degrees = {"tensor": layout.tp, "context": layout.cp, "expert": layout.ep}
+    settled = job.asking(parallel=job.parallel.model_copy(update=degrees))
+    if one.field == "compile":
+        return kernels.compile_objection(settled, pair, layout.zero_stage)
+    if one.field == "fused" and pair.model != "hf":
+        return kernels.fused_objection(job, pair)
+    if one.field == "experts" and job.spec.moe_layers:
+        return kernels.experts_objection(job, pair, settled.parallel)
     return ""
-
-
-def _kernels_not_used(job: PlanRequest, best: Estimate) -> Iterator[str]:
-    """Why layers are not compiled or fused although the recipe leaves it open."""
-    if job.cluster.gpu == "cpu":
-        return
-    if best.layout.compile == "none" and job.kernels.compile == "auto":
-        fixed = job.stating({"parallel.context": best.layout.cp})
-        objection = kernels.compile_objection(fixed, best.pair, best.layout.zero_stage)
-        yield f"compile none: auto; {objection}"
-    if best.layout.fused == "none" and job.kernels.fused == "auto" and best.pair.model != "hf":
-        yield f"fused none: auto; {kernels.fused_objection(job, best.pair)}"

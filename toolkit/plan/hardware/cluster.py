@@ -85,12 +85,7 @@ def parse_cluster(text: str) -> Cluster:
 
     Raises PlanError naming what is wrong with the text.
     """
-    if "+" in text:
-        raise PlanError(
-            f"--cluster: found {text[:80]!r}; groups of different GPUs were removed",
-            fix="plan for machines of one kind, e.g. `--cluster 4x8xh100-80gb`",
-        )
-    counted = r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,4})x([a-z].*)"
+    counted = r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,4})x([a-z][^+]*)"
     match = re.fullmatch(counted, text.lower(), re.ASCII)
     if match is None:
         raise PlanError(
