@@ -1,8 +1,7 @@
 """Muon (https://kellerjordan.github.io/posts/muon): the matrices inside the decoder layers are
 updated by their orthogonalised momentum, everything else by AdamW."""
 
-from toolkit.optimizers.base import OptimizerKind, WholeTensors
-from toolkit.optimizers.tensors import is_layer_matrix
+from toolkit.optimizers.base import OptimizerKind, WholeTensors, is_layer_matrix
 
 MUON = OptimizerKind(
     title="Muon",

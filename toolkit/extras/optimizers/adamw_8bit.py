@@ -8,8 +8,8 @@ from toolkit.optimizers.base import (
     Quantity,
     Shape,
     WholeTensors,
+    is_embedding,
 )
-from toolkit.optimizers.tensors import is_embedding
 
 MIN_SIZE = 4096
 """Elements of the smallest tensor with 8-bit moments, by bitsandbytes' default."""
