@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from published import Case, predict
+from published import predict
 
 from tests.processes import ROOT
 
@@ -95,19 +95,3 @@ def test_what_was_reported_is_never_read() -> None:
     asked = case(LLAMA_8B, "H100-80GB", 8, layout={"dp": 8, "zero_stage": 3}, source="a")
     reported = {"reported": {"mem_gb_per_gpu": 1}, "source": "b", "kind": "formula"}
     assert predict(asked | reported) == predict(asked)
-
-
-def test_defaults_of_unstated_fields() -> None:
-    layout = {"tp": 4, "pp": 4, "zero_stage": 1, "dp": None, "vpp": None, "recompute": None}
-    batch = {"micro": 1, "global": 64}
-    asked = case(LLAMA_8B, "H100-80GB", 64, layout=layout, batch=batch)
-    asked["notes"] = "inter-node 800 Gb/s per 8-GPU node"
-    setup = Case(asked).setup()
-    assert (setup.workload.engine, setup.workload.attention) == ("megatron", "fused")
-    assert (setup.layout.dp, setup.layout.gradient_accumulation) == (4, 16)
-    # 8 layers per stage: chunks of two. No recompute is needed.
-    assert (setup.layout.vpp, setup.layout.recompute) == (4, "none")
-    assert setup.layout.sequence_parallel
-    assert setup.cluster.network.bytes_per_s == 12.5e9
-    long = asked | {"model": LLAMA_8B | {"seq": 131072}, "layout": layout | {"tp": 8, "pp": 1}}
-    assert Case(long).setup().layout.recompute == "full"
