@@ -59,16 +59,6 @@ def documents_of(data: TokenizedData) -> list[bytes]:
 EXPECTED = [f"document {i}\nGrüße".encode() for i in range(10)]
 
 
-def test_second_time_hits_the_cache(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = prepare_text(corpus, tmp_path / "cache")
-    monkeypatch.setattr(tokenized, "write_tokens", None)  # would fail if it were called
-    second = prepare_text(corpus, tmp_path / "cache")
-    assert second.fingerprint == first.fingerprint
-    assert documents_of(second) == EXPECTED  # the empty document is left out
-
-
 def test_changed_file_and_other_tokenizer_are_new_entries(corpus: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     first = prepare_text(corpus, cache)

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +100,6 @@ def empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def own_code(folder: Path) -> None:
-    """A folder that asks for its own Python code, which must not run."""
-    BYTES.save_pretrained(folder)
-    config = json.loads((folder / "tokenizer_config.json").read_text())
-    config |= {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": ["mine.Mine", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "mine.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Mine: pass\n")
-
-
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -138,13 +128,6 @@ def test_a_tokenizer_that_panics(tmp_path: Path) -> None:
         prepare(source, tokenizer, cache=tmp_path)
     with pytest.raises(DataError, match="cannot encode a text: chunk size"):
         ChatTemplate(None, tokenizer)
-
-
-def test_code_of_a_tokenizer_never_runs(tmp_path: Path) -> None:
-    own_code(tmp_path / "t")
-    with suppress(DataError):
-        load_tokenizer("t")
-    assert not (tmp_path / "t" / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["no-such/tokenizer", "./missing", "a b c"])
