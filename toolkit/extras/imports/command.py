@@ -56,15 +56,14 @@ def import_checkpoint(
     where = None if cluster is None else find_cluster(cluster)
     recipe = load_recipe(path, overrides, where)
     form = _format_of(source)
-    if (form is megatron) != (to is not None):
-        raise CheckpointError(
-            f"{source} is of {form.TITLE}: of Megatron-LM's checkpoints, and of no others, the "
-            "weights alone are read, into a folder",
-            fix="leave --to out"
-            if to
-            else "add --to FOLDER, and train with model.hub: FOLDER, model.init: pretrained",
-        )
-    if to is not None:
+    if form is not megatron and to is not None:
+        raise CheckpointError(f"--to: {source} is of {form.TITLE}", fix="leave --to out")
+    if form is megatron:
+        if to is None:
+            raise CheckpointError(
+                f"{source}: of Megatron-LM's checkpoints the weights alone are read",
+                fix="add --to FOLDER, and train with model.hub: FOLDER, model.init: pretrained",
+            )
         for note in megatron.read_megatron(source, hf.build_config(recipe.model), to):
             tell(f"note: {note}")
         tell(f"wrote {to}", sys.stdout)
