@@ -62,8 +62,13 @@ def _is_unset(path: str, value: object) -> bool:
     """Whether a value is null or the former default. For a section, whether every value is."""
     default = removed().defaults.get(path)
     if isinstance(default, Mapping) and isinstance(value, Mapping):
-        return all(key in default and default[key] == value[key] for key in value)
-    return value is None or value == default
+        return all(key in default and _same(default[key], value[key]) for key in value)
+    return value is None or _same(default, value)
+
+
+def _same(default: object, value: object) -> bool:
+    """Whether a value equals the default. `true` does not equal 1."""
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
 def removed_command(arguments: Sequence[str]) -> tuple[str, str] | None:

@@ -71,8 +71,12 @@ def test_a_removed_setting(path: str, tmp_path: Path) -> None:
     )
     assert problem.found == "a setting that was removed" and problem.line
     assert problem.fix == REMOVED.settings[path]
-    for unset in (None, REMOVED.defaults.get(path)):
+    for unset in (None, default := REMOVED.defaults.get(path)):
         load_recipe(with_setting(tmp_path, path, unset))
+    if default in (0, 1):  # equal to a value of another type
+        other = int(default) if isinstance(default, bool) else bool(default)
+        with pytest.raises(RecipeError):
+            load_recipe(with_setting(tmp_path, path, other))
 
 
 @pytest.mark.parametrize("path", OF_EACH_FORM)

@@ -137,7 +137,7 @@ class Poster(threading.Thread):
         self, run: RunDirectory, tracker: str, run_name: str, project: str, events: EventLog
     ) -> None:
         super().__init__(daemon=True, name=f"post to {tracker}")
-        self._run, self._name, self._events = run, tracker, events
+        self._run, self._key, self._events = run, tracker, events
         self._tracker = TRACKERS[tracker]
         self._run_name, self._project = run_name, project
         self._ended = threading.Event()
@@ -148,12 +148,12 @@ class Poster(threading.Thread):
         try:
             self._post()
         except ImportError as error:
-            how = install(self._name) if self._tracker.packages else f"pip install {self._name}"
+            how = install(self._key) if self._tracker.packages else f"pip install {self._key}"
             self.fail(f"it cannot be imported ({error}); {how}")
         except (Exception, SystemExit) as error:
             text = str(error).strip().splitlines()
             self.fail(": ".join([type(error).__name__, *text[:1]]))
-            logger.info("%s stopped working", self._name, exc_info=error)
+            logger.info("%s stopped working", self._key, exc_info=error)
 
     def end(self, exit_code: int) -> None:
         """The run has ended: post what is left, then end the thread."""
@@ -165,7 +165,7 @@ class Poster(threading.Thread):
         if self._failed:
             return
         self._failed = True
-        self._events.write("warning", source=self._name, message=reason)
+        self._events.write("warning", source=self._key, message=reason)
         unharmed = "Training is not affected; metrics.jsonl has everything"
         tell(f"{self._tracker.title} is off: {reason}. {unharmed}")
 
@@ -173,8 +173,8 @@ class Poster(threading.Thread):
         for variable in self._tracker.not_inherited:
             os.environ.pop(variable, None)
         os.environ.update(self._tracker.environment)
-        file = self._run.tracker_state(self._name)
-        new = Posted("" if self._name == "mlflow" else secrets.token_hex(8))
+        file = self._run.tracker_state(self._key)
+        new = Posted("" if self._key == "mlflow" else secrets.token_hex(8))
         posted = Posted.load(file) or new
         if posted.run_id:
             posted.save(file)  # if this start is killed, the next one continues the same run

@@ -29,6 +29,13 @@ def out_of_memory(error: Exception, doing: str, *, retry: bool) -> RunFailed | N
     return RunFailed(message, fix=_FIX, retry=retry)
 
 
+def allocated_gib(device: torch.device) -> float | None:
+    """Peak allocated memory of the fullest rank, in GiB. None on a CPU. Collective."""
+    if device.type != "cuda":
+        return None
+    return most(device, torch.cuda.max_memory_allocated(device) / GIB)[0]
+
+
 def peaks(device: torch.device) -> dict[str, Any]:
     """The memory fields of `RunMeasurement`, of the fullest rank. Collective.
 

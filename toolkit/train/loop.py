@@ -20,7 +20,7 @@ from toolkit.system.failpoints import failpoint
 from toolkit.train.all_ranks import PeerFailed
 from toolkit.train.balance import Balancer
 from toolkit.train.checkpoints import RunCheckpoints
-from toolkit.train.gpu_memory import peaks
+from toolkit.train.gpu_memory import allocated_gib, peaks
 from toolkit.train.loss_guard import StepGuard
 from toolkit.train.prefetch import Prefetch
 from toolkit.train.replica_check import ReplicaCheck, set_aside_after
@@ -231,7 +231,7 @@ class TrainingRun:
             consumed_samples=self.progress.consumed_samples,
             consumed_tokens=self.progress.consumed_tokens,
             skipped=result.skipped is not None,
-            memory_gib=peaks(self.worker.ranks.device).get("memory_gib"),
+            memory_gib=allocated_gib(self.worker.ranks.device),
             metrics=result.metrics,
         )
 
