@@ -1,14 +1,17 @@
-"""Stop requests: flags from signals, agreed on by real gloo processes."""
+"""Stop requests: flags from signals, agreed on by real gloo processes, and told to trackers."""
 
 import os
 import signal
 import time
+from contextlib import ExitStack
+from unittest.mock import MagicMock
 
 import pytest
 
 from tests.forked import run_ranks
 from toolkit.engines.distributed import join, leave
 from toolkit.system.handlers import STOP_SIGNALS
+from toolkit.train import worker
 from toolkit.train.step_reduction import StepReduction, StopRequest
 
 
@@ -71,3 +74,17 @@ def test_the_third_interrupt_gets_through():
 )
 def test_all_ranks_stop_at_the_same_step(signalled, in_step, expected):
     assert run_ranks(last_step, 2, signalled, in_step) == [expected, expected]
+
+
+def test_trackers_are_told_the_exit_code(monkeypatch):
+    told = []
+    monkeypatch.setattr(worker, "leave", lambda: None)
+    monkeypatch.setattr(worker.dist, "barrier", lambda _: None)
+    for end in (
+        lambda rank: worker._end(rank, 75),
+        lambda rank: worker._fail(rank, ValueError(), 2, "a mistake"),
+    ):
+        rank = MagicMock(at_end=ExitStack(), leads=False)
+        rank.at_end.callback(lambda rank=rank: told.append(rank.exit_code))
+        end(rank)
+    assert told == [75, 2]

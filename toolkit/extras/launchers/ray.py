@@ -141,7 +141,7 @@ def _sizes(run: RunDirectory) -> dict[Path, int]:
 
 def _show_output(run: RunDirectory, shown: dict[Path, int]) -> None:
     """Print what agents have written behind the bytes `shown`, which this brings up to date."""
-    for log in sorted(_sizes(run)):
+    for log in sorted(run.logs.glob(agent_log(run, "*").name)):
         with suppress(OSError), log.open("rb") as file:
             file.seek(shown.get(log, 0))
             print(file.read().decode(errors="replace"), end="", file=sys.stderr, flush=True)
