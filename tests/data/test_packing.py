@@ -75,7 +75,8 @@ def test_only_trained_tokens_are_labels(
         np.int32,
         [[token if trained else -1 - token for token, trained in one] for one in documents],
     )
-    data = TokenizedData(read_indexed(tmp_path / "given"), "", "given")
+    numbers = np.arange(len(documents))
+    data = TokenizedData(read_indexed(tmp_path / "given"), "", "given", numbers)
     stream = TokenStream.whole(data)
     apart = StreamSamples(stream, 9, RowParts.documents(stream), rows_per_sample=2)
     assert len(apart) == len(documents) // 2
@@ -126,9 +127,12 @@ def test_no_sample_beyond_the_end(tokenized: Tokenized) -> None:
         dataset.rows(0)
 
 
-def test_token_outside_the_model_is_an_error(tokenized: Tokenized) -> None:
-    dataset = StreamSamples(TokenStream.whole(tokenized([[1, 300, 3]])), 2, vocab_size=257)
-    with pytest.raises(DataError, match=r"holds the token id 300; the model has 257"):
+@pytest.mark.parametrize(("token", "found"), [(300, "1 to 300"), (-5, "-5 to 3")])
+def test_token_outside_the_model_is_an_error(tmp_path: Path, token: int, found: str) -> None:
+    write_indexed(tmp_path / "foreign", np.int32, [[1, token, 3]])
+    data = TokenizedData(read_indexed(tmp_path / "foreign"), "", "foreign")
+    dataset = StreamSamples(TokenStream.whole(data), 2, vocab_size=257)
+    with pytest.raises(DataError, match=rf"token ids from {found}; the model has 257"):
         dataset.rows(0)
 
 

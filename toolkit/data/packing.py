@@ -225,12 +225,14 @@ class StreamSamples:
         `TokenStream.read`."""
         stored, ends = self.stream.read(start, min(stop, len(self.stream)))
         trained = stored >= 0
-        ids = np.where(trained, stored, ~stored)
+        marked = self.stream.data.row_numbers is not None
+        ids = np.where(trained, stored, ~stored) if marked else stored
         # Only data that DMT did not tokenise itself can fail here. Without the check the
         # embedding fails, on a GPU far from the cause.
-        if self._vocab_size is not None and (highest := int(ids.max())) >= self._vocab_size:
+        low, high = int(ids.min()), int(ids.max())
+        if self._vocab_size is not None and not 0 <= low <= high < self._vocab_size:
             raise DataError(
-                f"{self.stream.data.name} holds the token id {highest}; the model has "
+                f"{self.stream.data.name} holds token ids from {low} to {high}; the model has "
                 f"{self._vocab_size} tokens",
                 fix="use data made with the model's tokenizer",
             )

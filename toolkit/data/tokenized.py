@@ -68,7 +68,7 @@ SentencePiece model may see one more word start per piece."""
 @dataclass(frozen=True)
 class TokenizedData:
     indexed: IndexedTokens
-    """A token that is not trained is stored as the complement of its id, which is negative."""
+    """In conversations, a token that is not trained is stored as the complement of its id."""
     fingerprint: str
     """Changes with the documents and with the tokenizer."""
     name: str
