@@ -36,6 +36,8 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, lines in rows.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
         pa.parquet.write_table(pa.Table.from_pylist(lines), tmp_path / f"{name}.parquet")
+    far = pa.array([2**31 - 1], pa.date32())
+    pa.parquet.write_table(pa.table({"text": ["one"], "n": far}), tmp_path / "far.parquet")
     lines = [json.dumps({"messages": CHAT}), "{", json.dumps({"messages": CHAT, "fns": None})]
     (tmp_path / "malformed.jsonl").write_text("\n".join(lines))
     (tmp_path / "half.bin").touch()
@@ -174,6 +176,7 @@ def test_a_later_file_without_the_column(recipe: Path) -> None:
     [
         hf("text.jsonl"),
         hf("body.parquet", "body"),
+        hf("far.parquet"),  # with a date that Python does not have
         hf("text.jsonl, split: 'train[:50%]'"),
         "data.tokenizer=./bytes-folder",
         "data.tokenizer=some/hub-id",
