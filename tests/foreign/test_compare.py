@@ -74,6 +74,16 @@ def test_a_rendered_accelerate_file_agrees(recipe: str, engine: str, tmp_path: P
     assert report.agrees and len(report.settings) >= 3, report
 
 
+@pytest.mark.parametrize("steps", [100, 50])
+def test_an_interval_of_the_whole_run_is_null(steps: int, tmp_path: Path) -> None:
+    overrides = ("training.steps=100", "checkpoint.every_steps=null")
+    planned = Planned.of(ROOT / "recipes/tiny/llama-bytes.yaml", *overrides)
+    file = tmp_path / "arguments.json"
+    file.write_text(json.dumps({"report_to": "none", "save_steps": steps, "max_steps": 100}))
+    rows = {row.key: row.agrees for row in planned.against(file).settings}
+    assert rows["checkpoint.every_steps"] == (steps == 100)
+
+
 def test_the_layout_of_a_plan_as_megatron_lms_flags(tmp_path: Path) -> None:
     planned = Planned.of(ROOT / "recipes/llama/llama-3.1-405b-pretrain.yaml")
     file = tmp_path / "args.txt"

@@ -80,6 +80,7 @@ SHAPE = (
             "weight_decay: -1\n",
             "load_in_8bit: true\n", "optimizer: lion\n", "warmup_ratio: a\n",
             "reward_model: true\n", "datasets: [1]\n", "max_steps: [1]\n",
+            "val_set_size: a\n", "a: {<<: {x: 1}, <<: {y: 1}}\n",
         )),
         *((TRL + more, more.partition(":")[0]) for more in (
             "load_in_4bit: true\n", "max_steps: '1h'\n", "optim: lion_32bit\n",

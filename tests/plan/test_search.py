@@ -258,7 +258,7 @@ def test_interleaved_micro_batches_come_in_groups() -> None:
         PlanError, match=r"over 1 ranks in micro batches of 2, 4 micro"
     ) as error:
         plan_recipe(wanted.model_copy(update={"training": uneven}))
-    assert error.value.fix == "set it to 8"
+    assert error.value.fix == "set training.global_batch_size to 8"
 
 
 def test_no_degrees_at_all() -> None:

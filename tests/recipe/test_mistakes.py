@@ -123,7 +123,9 @@ MISTAKES = {
     "infinite": M("optimizer.learning_rate: .inf", "another number"),
     "overflowing": M("optimizer.learning_rate: 1e999", "another number"),
     "not a number": M("optimizer.weight_decay: .nan", "anoth"),
-    "number of 5,000 digits": M("training.seed: " + "9" * 5000, "an integer"),
+    "number of 5,000 digits": M("training.seed: " + "9" * 5000, "another number"),
+    "hexadecimal of 5,000 digits": M("training.seed: 0x" + "f" * 5000, "write an integer"),
+    "quoted infinity": M("optimizer.learning_rate: '.inf'", "write a number > 0"),
     "negative rate": M("optimizer.learning_rate: -1", "a number > 0"),
     "quoted float": M("optimizer.weight_decay: '0.1'", "quotes: 0.1"),
     "beta of 1": M("optimizer.betas: [0.9, 1.0]", "a number ≥ 0 and < 1", "optimizer.betas[1]"),
@@ -436,9 +438,10 @@ MISTAKES = {
         given=("launch.elastic: {min_nodes: 2, max_nodes: 3}",),
     ),
     "elastic with a number that has no layout": M(
-        "launch.elastic: {min_nodes: 1, max_nodes: 3}",
-        "with 3: set training.global_batch_size to",
-        given=("parallel.engine: ddp", "launch.max_restarts: 1"),
+        "launch.elastic: {min_nodes: 1, max_nodes: 2}",
+        "with 2: set training.global_batch_size to 16",
+        given=("parallel.engine: ddp", "training.micro_batch_size: 4",
+               "launch.max_restarts: 1"),
     ),
     "no warm-up next to one": M(
         "schedule.warmup_ratio: 0", "or `schedule.warmup_steps: 0` where it comes from",
@@ -521,6 +524,9 @@ MISTAKES = {
     ),
     "replicas that save between exchanges": M(
         "parallel.outer: {replicas: 2, every_steps: 30}", "to 60", "checkpoint.every_steps",
+    ),
+    "samples that move on one rank": M(
+        "parallel.balance: auto", "set it to none", given=("cluster.gpus_per_node: 1",),
     ),
     "samples that move without checkpoints": M(
         "parallel.balance: auto", "set checkpoint.every_steps",

@@ -267,7 +267,7 @@ def _put_row(row: ForeignRow, at: ForeignSetting, found: Found) -> None:
             words = ", ".join(in_yaml(word) for word in row.words)
             found.problems.append(at.problem(words or "another value"))
         return
-    elif row.changes and fitting(to[0], value)[1]:
+    elif row.changes and (number(value) or 0) > 0 and fitting(to[0], value)[1]:
         found.drop(at, row.changes)
         return
     if row.share and isinstance(value, float) and 0 < value < 1:

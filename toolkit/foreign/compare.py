@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ from toolkit.text.dotted import leaves
 from toolkit.text.redact import redact
 
 _AUTO = "auto"
+_INTERVALS = ("evaluation.every_steps", "checkpoint.every_steps")
+"""Of these, null and the run's steps mean the same: only at the end."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ def _rows(
         value = one.value
         if key == "schedule.warmup_ratio" and ours.get("training.steps"):
             key, value = "schedule.warmup_steps", math.ceil(value * ours["training.steps"])
+        if key in _INTERVALS and same(value, ours.get("training.steps")):
+            one = replace(one, also=(None,))
         if key in ours and not (ours[key] is None and key.startswith("training.")):
             yield _compared(key, ours[key], value, one, places)
 

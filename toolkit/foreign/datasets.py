@@ -200,4 +200,4 @@ def _source(
     loss_on = [word for key, word in masks.items() if _on(settings, key)]
     if loss_on and source["kind"] == "chat":
         source["loss_on"] = loss_on[0]
-    return source, {**rest, "columns": columns}
+    return source, rest | {f"columns.{one}": column for one, column in columns.items()}

@@ -22,6 +22,7 @@ from toolkit.plan.hardware.catalogue import Gpu, accelerator
 from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality
 from toolkit.plan.rules import models as model_rules
+from toolkit.plan.space import uneven_batch
 from toolkit.recipe.schema import Recipe, ScheduleSection
 from toolkit.recipe.words import settings
 from toolkit.recipe.yaml_text import plain_text
@@ -95,9 +96,10 @@ NOT_WITH = (
         for one in (
             *("training.epochs", _RAMP, "data.stages", "schedule.name=plateau"),
             *("evaluation.patience", "parallel.balance=auto"),
-            *(f"parallel.zero.offload_{what}=nvme" for what in ("optimizer", "parameters")),
         )
     ),
+    ("parallel.zero.offload_optimizer=nvme", _OUTER, ""),
+    ("parallel.zero.offload_parameters=nvme", _OUTER, ""),
 )
 """Settings that exclude each other, and why."""
 
@@ -125,14 +127,14 @@ def _tables(recipe: Recipe) -> Iterator[Problem]:
         (key, value), there = _chosen(stated, setting), get(stated, other)
         if value is not None and (there not in (None, *words) if words else there is None):
             unset = plain_text(_default(key))
-            switch = f"`{other.rpartition('.')[2]}: {plain_text(there)}`"
-            fix = f"remove it ({unset} where it comes from `extends`), or set {other}"
-            fix += f" to {listed(words)}" if words else ""
+            switch = f"`{other}: {plain_text(there)}`"
+            fix = f"remove it ({unset} where it comes from `extends`), or set {other} to "
+            fix += listed(words) if words else "a number"
             yield Problem(key, f"{_shown(value)} with {switch}", f"{unset} with {switch}", fix)
     for key, other, word, allowed in NEEDED_WITH:
         if get(stated, other) == word and _chosen(stated, key)[1] is None:
             section, _, name = key.rpartition(".")
-            found = f"nothing with `{other.rpartition('.')[2]}: {word}`"
+            found = f"nothing with `{other}: {word}`"
             fix = f"add `{name}: …` under `{section}`, or change {other}"
             yield Problem(key, found, allowed, fix)
     for setting, other, why in NOT_WITH:
@@ -287,6 +289,25 @@ def _ramp(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(f"{_RAMP}.start", str(ramp.start), allowed, fix)
 
 
+def _shares(recipe: Recipe) -> Iterator[Problem]:
+    """Check that ranks have equal shares of a batch. Where the recipe leaves the number of
+    ranks open, the planner judges it."""
+    ranks = legality.data_parallel(recipe.parallel, recipe.cluster)
+    micro = recipe.training.micro_batch_size
+    if recipe.training.batch_unit % ((ranks or 1) * (1 if micro == "auto" else micro)):
+        error = uneven_batch(recipe, ranks or 1)
+        key, _, found = error.message.partition(": ")
+        yield Problem(key, found, "the same whole micro batches for every rank", error.fix)
+
+
+def _moving(recipe: Recipe) -> Iterator[Problem]:
+    """Check that there are ranks to move samples between."""
+    ranks = legality.data_parallel(recipe.parallel, recipe.cluster)
+    if recipe.parallel.balance == "auto" and 1 in (ranks, recipe.cluster.world_size):
+        found, fix = "auto, and one data-parallel rank has all samples", "set it to none"
+        yield Problem("parallel.balance", found, "none with one data-parallel rank", fix)
+
+
 def _accelerator(recipe: Recipe) -> Iterator[Problem]:
     """Refuse an accelerator that the catalogue lacks, or that lacks the precision."""
     stated = recipe.cluster.gpu
@@ -366,19 +387,12 @@ def _elastic(recipe: Recipe) -> Iterator[Problem]:
         fix = "set it to 3, restarts in a row without a newer checkpoint"
         yield Problem("launch.max_restarts", "0", allowed, fix)
     for other in range(elastic.min_nodes, elastic.max_nodes + 1):
-        cluster = recipe.cluster.with_values({"nodes": other})
-        problem = next(iter(legality.problems(recipe.parallel, cluster)), None)
-        batch, ranks = (
-            recipe.training.batch_unit,
-            legality.data_parallel(recipe.parallel, cluster),
-        )
-        if problem is None and ranks and batch % ranks:
-            key, fix = "training.global_batch_size", "set training.global_batch_size to "
-            fix += str(-(-batch // ranks) * ranks)
-            problem = Problem(key, str(batch), f"a multiple of {ranks} ranks", fix)
+        resized = recipe.with_values({"cluster.nodes": other})
+        problems = (*legality.problems(resized.parallel, resized.cluster), *_shares(resized))
+        problem = next(iter(problems), None)
         if problem is not None and other != nodes:
             found = f"{elastic.min_nodes} to {elastic.max_nodes}, but with {other} machines "
-            found += f"{problem.key} is {problem.found}"
+            found += f"{problem.key}: {problem.found}"
             fix = f"other numbers of machines, or with {other}: {problem.fix}"
             allowed = f"{problem.key}: {problem.allowed}"
             yield Problem("launch.elastic", found, allowed, fix)
@@ -401,6 +415,8 @@ RULES: tuple[Callable[[Recipe], Iterable[Problem]], ...] = (
     _degrees,
     context.unused,
     _nvme,
+    _shares,
+    _moving,
     _ramp,
     _accelerator,
     kernels.fp8_settings,

@@ -19,7 +19,7 @@ from toolkit.plan.request import PlanRequest
 from toolkit.plan.rules import context, kernels, legality
 from toolkit.plan.rules.legality import divisors, table
 from toolkit.plan.rules.models import able_pairs, pair_problems
-from toolkit.recipe.schema import ParallelSection
+from toolkit.recipe.schema import ParallelSection, Recipe
 
 Offload = tuple[Placement, Placement]
 """Where optimizer states and parameters are kept."""
@@ -258,7 +258,8 @@ def no_layout(job: PlanRequest, within: Bounds) -> PlanError:
     """Why there is no layout: the model's shape, or the batch."""
     layouts = [one.layout for one in partial_layouts(job, within)]
     if layouts:
-        return _uneven_batch(job, min(layouts, key=lambda one: (one.dp, one.vpp)))
+        layout = min(layouts, key=lambda one: (one.dp, one.vpp))
+        return uneven_batch(job, layout.dp, layout.pp if layout.vpp > 1 else 1)
     names = ("sequence", "virtual_pipeline", "pipeline", "tensor")
     stated = [f"parallel.{one}" for one in names if getattr(job.parallel, one) != "auto"]
     return PlanError(
@@ -268,17 +269,17 @@ def no_layout(job: PlanRequest, within: Bounds) -> PlanError:
     )
 
 
-def _uneven_batch(job: PlanRequest, layout: Layout) -> PlanError:
-    """The error if no layout spreads the batch, with the nearest batches that work."""
-    training, dp = job.training, layout.dp
+def uneven_batch(job: PlanRequest | Recipe, dp: int, group: int = 1) -> PlanError:
+    """The error if the batch cannot be spread, with the nearest batches that can. Ranks take
+    `group` micro batches at a time."""
+    training = job.training
     wanted, batch = training.micro_batch_size, training.batch_unit
-    unit = dp if wanted == "auto" else dp * wanted
-    groups = f", {layout.pp} micro batches at a time" if layout.vpp > 1 else ""
-    unit *= layout.pp if groups else 1
+    unit = dp * group * (1 if wanted == "auto" else wanted)
+    groups = f", {group} micro batches at a time" if group > 1 else ""
     below, above = batch // unit * unit, (batch // unit + 1) * unit
     micro = "" if wanted == "auto" else f" in micro batches of {wanted}"
     key, sizes = "training.global_batch_size", f"{batch} samples"
-    fix = "set it to " + (f"{below} or {above}" if below else f"{above}")
+    fix = f"set {key} to " + (f"{below} or {above}" if below else f"{above}")
     if training.batch_ramp is not None:
         key, sizes = "training.batch_ramp", f"multiples of {batch} samples"
         fix = f"set start, increment and training.global_batch_size to multiples of {unit}"

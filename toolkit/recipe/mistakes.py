@@ -4,6 +4,7 @@ pydantic reports one error per member of a union and names its own types. Here e
 setting gets one problem that says what the schema as a whole accepts.
 """
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -218,7 +219,7 @@ def _fix_text(key: str, text: str, setting: Setting) -> str:
     if (
         setting.takes("boolean")
         if isinstance(value, bool)
-        else numbers and value not in (text, None)
+        else numbers and isinstance(value, int | float) and math.isfinite(value)
     ):
         return f"remove the quotes: {text}"
     if numbers and (found := _SPELT_OUT.fullmatch(text)):

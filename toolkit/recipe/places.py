@@ -62,7 +62,7 @@ def composed_names(size: Path) -> list[str]:
 def recipes_in(folder: Path) -> list[Path]:
     """The recipes of a folder, in order: its files, and those that sizes compose."""
     composed = (folder / name for size in folder.glob("*.yml") for name in composed_names(size))
-    return sorted({*folder.glob("*.yaml"), *composed})
+    return sorted({*folder.glob("*.yaml"), *composed}, key=lambda file: file.stem)
 
 
 def shipped_recipes() -> dict[str, Path]:

@@ -40,7 +40,7 @@ _BOOL = re.compile(r"true|True|TRUE|false|False|FALSE")
 _PYYAML_BOOLS = {"yes": True, "on": True, "no": False, "off": False}
 _UNDERSCORED = re.compile(r"[-+]?[0-9][0-9_]*_[0-9_]*(\.[0-9_]*)?([eE][-+]?[0-9]+)?")
 _OCTAL = re.compile(r"[-+]?0[0-7]+")
-_INT = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+")
+_INT = re.compile(r"[-+]?[0-9]{1,64}|0o[0-7]{1,64}|0x[0-9a-fA-F]{1,64}")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
@@ -143,19 +143,18 @@ def parts_of(key: str) -> KeyPath:
 
 
 def resolve_plain(text: str) -> Value:
-    """Value of an unquoted scalar by the YAML 1.2 core schema. A number of more digits than
-    Python reads is a text."""
+    """Value of an unquoted scalar by the YAML 1.2 core schema. An integer of more than 64
+    digits is a float, or a text if it is hexadecimal or octal."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
         return text.lower() == "true"
-    with suppress(ValueError):
-        if _INT.fullmatch(text):
-            return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
-        if _FLOAT.fullmatch(text):
-            return float(text)
-        if _NOT_FINITE.fullmatch(text):
-            return float(text.replace(".", "").lower())
+    if _INT.fullmatch(text):
+        return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    if _NOT_FINITE.fullmatch(text):
+        return float(text.replace(".", "").lower())
     return text
 
 
@@ -282,10 +281,13 @@ class _Reader:
 
     def mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
         entries: dict[str, Any] = {}
-        merged: dict[str, Any] = {}
+        merged: dict[str, Any] | None = None
         for key_node, value in node.value:
             if key_node.value == "<<" and key_node.style is None:
-                merged = self.merged(value, path) | merged
+                if merged is not None:
+                    found, fix = "a second merge key", "write one: `<<: [*first, *second]`"
+                    self.report(path, key_node, found, "each key once", fix)
+                merged = self.merged(value, path)
                 continue
             name = self.key_name(key_node, path)
             here = (*path, name) if name else path
@@ -296,7 +298,7 @@ class _Reader:
             elif name:
                 self.places[here] = self.place(key_node)
                 entries[name] = self.value(value, here)
-        return merged | entries
+        return (merged or {}) | entries
 
     def merged(self, node: Any, path: KeyPath) -> dict[str, Any]:
         """The entries that a merge key brings, of one map or several. The first win."""
