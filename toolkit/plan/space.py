@@ -55,7 +55,7 @@ class PartialLayout:
         return Layout(**fields)
 
 
-class Bounds(NamedTuple):
+class SearchBounds(NamedTuple):
     """How far the search goes with what is open."""
 
     offloads: tuple[Offload, ...]
@@ -64,7 +64,7 @@ class Bounds(NamedTuple):
     """Whether context parallel is tried."""
 
 
-def bounds(job: PlanRequest, island: int) -> list[Bounds]:
+def bounds(job: PlanRequest, island: int) -> list[SearchBounds]:
     """Ever wider bounds, until something fits with a margin of memory.
 
     States are offloaded step by step. Tensor groups leave the `island` of accelerators
@@ -74,7 +74,9 @@ def bounds(job: PlanRequest, island: int) -> list[Bounds]:
     placements, widest = _placements(job.parallel), job.spec.heads
     long = job.parallel.context != "auto" or job.training.sequence_length >= context.LONG
     steps = range(1, len(placements) + 1)
-    found = [Bounds(tuple(placements[:most]), min(island, widest), long) for most in steps]
+    found = [
+        SearchBounds(tuple(placements[:most]), min(island, widest), long) for most in steps
+    ]
     found.append(found[-1]._replace(largest_tensor=widest))
     return found if long else [*found, found[-1]._replace(context=True)]
 
@@ -95,7 +97,7 @@ def _placements(parallel: ParallelSection) -> list[Offload]:
     return list(dict.fromkeys(found))
 
 
-def partial_layouts(job: PlanRequest, within: Bounds) -> Iterator[PartialLayout]:
+def partial_layouts(job: PlanRequest, within: SearchBounds) -> Iterator[PartialLayout]:
     """Every partial layout within these bounds, in a fixed order."""
     batch = job.training.global_batch_size
     for pair in able_pairs(job):
@@ -109,7 +111,7 @@ def partial_layouts(job: PlanRequest, within: Bounds) -> Iterator[PartialLayout]
                 yield PartialLayout(pair, workload, whole, sizes, recomputes)
 
 
-def _settled(job: PlanRequest, pair: Pair, within: Bounds) -> Iterator[ParallelSection]:
+def _settled(job: PlanRequest, pair: Pair, within: SearchBounds) -> Iterator[ParallelSection]:
     """The recipe's intent with every possible choice of its open settings, less communication
     first. Sequence parallel needs less memory than tensor parallel alone, so `auto` has it
     where it is possible."""
@@ -179,7 +181,7 @@ def _chunks(asked: ParallelSection, layers: int, pipeline: int, most: int) -> li
     return found if asked.virtual_pipeline != "auto" else [*filter(even, found)]
 
 
-def _contexts(job: PlanRequest, pair: Pair, within: Bounds, ranks: int) -> list[int]:
+def _contexts(job: PlanRequest, pair: Pair, within: SearchBounds, ranks: int) -> list[int]:
     """Context-parallel degrees that divide so many ranks."""
     most = table()[pair].largest("context") if within.context else 1
     asked = job.parallel.context
@@ -254,7 +256,7 @@ def _all_divisors(number: int) -> list[int]:
     return small + [number // one for one in reversed(small) if one * one != number]
 
 
-def no_layout(job: PlanRequest, within: Bounds) -> PlanError:
+def no_layout(job: PlanRequest, within: SearchBounds) -> PlanError:
     """Why there is no layout: the model's shape, or the batch."""
     layouts = [one.layout for one in partial_layouts(job, within)]
     if layouts:

@@ -62,7 +62,7 @@ _NORM_OF_MLP = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 inside the linear layer that follows it. Megatron-LM's other layers use them, too."""
 
 
-class Place(NamedTuple):
+class MegatronPlace(NamedTuple):
     """Where a checkpoint holds a tensor of a layer."""
 
     key: str
@@ -72,7 +72,7 @@ class Place(NamedTuple):
     """Of all that `key` holds."""
 
 
-def place_of(instance: Instance, model: MegatronModel, *, apart: bool) -> Place:
+def place_of(instance: Instance, model: MegatronModel, *, apart: bool) -> MegatronPlace:
     """The place of a tensor. `apart`: each layer has its own keys."""
     tensor, layer, expert = instance.tensor, instance.layer, instance.expert
     names = _NORMS_OF_LATENTS if model.transformer.get("multi_latent_attention") else _NORMS
@@ -87,9 +87,9 @@ def place_of(instance: Instance, model: MegatronModel, *, apart: bool) -> Place:
         key = key.replace(".local_experts.{expert}.", ".experts.")
         index, shape = (expert,), (model.transformer["num_moe_experts"], *shape)
     if layer is None or apart:
-        return Place(key.format(layer=layer), index, shape)
+        return MegatronPlace(key.format(layer=layer), index, shape)
     stacked = (model.transformer["num_layers"], *shape)
-    return Place(key.replace(".{layer}.", "."), (layer, *index), stacked)
+    return MegatronPlace(key.replace(".{layer}.", "."), (layer, *index), stacked)
 
 
 def matches(folder: Path) -> bool:
@@ -133,12 +133,12 @@ class MegatronWeights:
     def __init__(
         self,
         reader: Reader,
-        places: Iterable[tuple[Instance, Place]],
+        places: Iterable[tuple[Instance, MegatronPlace]],
         shapes: Mapping[str, tuple[int, ...]],
     ) -> None:
         self._read = lru_cache(maxsize=4)(reader.read)  # one has rows of several tensors
         self._shapes = shapes
-        self._parts = defaultdict[str, list[tuple[Place, int, Block]]](list)
+        self._parts = defaultdict[str, list[tuple[MegatronPlace, int, Block]]](list)
         """Of each tensor, its rectangles: in which tensor they are, from which row on."""
         for instance, place in places:
             row = 0

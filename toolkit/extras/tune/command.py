@@ -85,9 +85,8 @@ def tune(
     """Choose a recipe's settings by trials on this machine, and write RECIPE.tuned.yaml.
 
     Measures a few steps in the planner's best layouts. With `--search`, trains points of a
-    space of hyperparameters and compares their losses. A trial that runs out of memory, fails
-    or hangs is a result. The same command continues a tuning that was stopped or killed. Needs
-    Optuna (`pip install optuna`).
+    space of hyperparameters and compares their losses. A trial that fails or hangs is a result.
+    The same command continues what was stopped or killed. Needs Optuna (`pip install optuna`).
 
     Example: `dmt tune llama-bytes --set parallel.engine=auto`
 
