@@ -7,6 +7,7 @@ import pytest
 
 from tests.models.configs import CONFIGS, config_of
 from tests.plan.making import TINY, intent, recipe
+from toolkit.errors import RecipeError
 from toolkit.models import frozen
 from toolkit.models import huggingface as hf
 from toolkit.models.families import model_spec
@@ -27,6 +28,7 @@ RELU = TINY | {"hidden_act": "relu"}
 MIXTRAL = TINY | {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 4}
 
 GPT_OSS = MIXTRAL | {"model_type": "gpt_oss"}
+GRANITE = MIXTRAL | {"model_type": "granitemoe"}
 
 
 def freezing(*patterns: str, config: dict[str, Any] = TINY, **parallel: Any) -> Recipe:
@@ -75,12 +77,18 @@ def test_trainable_parameters_are_in_the_plan() -> None:
         (["*.gate_proj.*"], TINY, {"model": "megatron"}, "fix: match all or none of"),
         (["*.experts.1.*"], MIXTRAL, {"engine": "ddp"}, "different values for model.layers."),
         (["*.experts.1.*"], GPT_OSS, {"engine": "ddp"}, "different values for model.layers."),
+        (["*.experts.1.*"], GRANITE, {"engine": "ddp"}, "different values for model.layers."),
     ],
 )  # fmt: skip
 def test_refused(
     patterns: list[str], config: dict[str, Any], parallel: dict[str, Any], told: str
 ) -> None:
     assert told in problem_of(freezing(*patterns, config=config, **parallel))
+
+
+def test_a_part_that_the_plan_did_not_see_is_refused() -> None:
+    with pytest.raises(RecipeError, match="different values for a and b"):
+        frozen.value_of_parameter("model.freeze", {"a"}.__contains__, ["a", "b"])
 
 
 def test_a_part_of_a_parameter_rules_out_only_who_keeps_it_whole() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeVar
 
-from toolkit.errors import Problem
+from toolkit.errors import Problem, RecipeError
 from toolkit.models.families import MegatronModel, mapped, model_spec
 from toolkit.models.families.base import Instance
 from toolkit.models.spec import FrozenParameters, ModelSpec
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 KEY = "model.freeze"
 Value = TypeVar("Value")
-_STACKED = re.compile(r"(.*\.(?:mlp|feed_forward)\.experts)\.\d+\.(.+)")
+_STACKED = re.compile(r"(.*\.(?:mlp|feed_forward|block_sparse_moe)\.experts)\.\d+\.(.+)")
 """Tensors of one expert, which transformers keeps in one parameter for all experts."""
 
 
@@ -71,19 +71,22 @@ def mixed_problems(
             return
 
 
-def value_of_parameter(value_of: Callable[[str], Value], tensors: Iterable[str]) -> Value:
-    """The value that a setting gives the parameter of these tensors. A plan has refused
-    different ones."""
-    (value,) = {value_of(tensor) for tensor in tensors}
-    return value
+def value_of_parameter(
+    key: str, value_of: Callable[[str], Value], tensors: Collection[str]
+) -> Value:
+    """The value that the setting `key` gives the parameter of these tensors. Raises RecipeError
+    if they have different ones, which a plan does not see in every type of model."""
+    if found := [*mixed_problems(key, value_of, [tensors])]:
+        raise RecipeError(found)
+    return value_of(min(tensors))
 
 
 def freeze(
-    parameters: Iterable[tuple["nn.Parameter", Iterable[str]]], frozen: frozenset[str]
+    parameters: Iterable[tuple["nn.Parameter", Collection[str]]], frozen: frozenset[str]
 ) -> None:
     """Freeze the parameters, each given with its tensors, that consist of `frozen` ones."""
     for parameter, tensors in parameters:
-        if value_of_parameter(frozen.__contains__, tensors):
+        if value_of_parameter(KEY, frozen.__contains__, tensors):
             parameter.requires_grad_(False)
 
 

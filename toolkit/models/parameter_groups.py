@@ -24,7 +24,7 @@ class Multipliers(NamedTuple):
 
 def multipliers(groups: Sequence[ParameterGroup], tensors: Collection[str]) -> Multipliers:
     """Multipliers of the parameter of these checkpoint tensors, which is updated as a whole."""
-    return value_of_parameter(partial(of_tensor, groups), tensors)
+    return value_of_parameter(KEY, partial(of_tensor, groups), tensors)
 
 
 def of_tensor(groups: Sequence[ParameterGroup], tensor: str) -> Multipliers:
