@@ -97,6 +97,8 @@ def formulas(derived: Mapping[str, Mapping[str, Any]]) -> Iterator[Text]:
     """Lines of formulas. First each part of memory and time and each derived symbol: value,
     formula, source. Then the values of all other symbols."""
     for what, rows in derived.items():
+        if not rows:
+            continue
         yield Text(f"  why each number: {what}", "dim")
         unit = {"memory": "x_bytes", "time": "x_s"}.get(what, "share")
         values: dict[str, float] = {}

@@ -207,7 +207,11 @@ def _ending(code: int, events: Sequence[dict[str, Any]], folder: Path) -> tuple[
         return "interrupted", ""
     said = log_tail(folder / "launch.log").splitlines()
     errors = [line for line in said if line.startswith(("error:", "dmt:"))]
-    outcome = errors[-1] if errors else " ".join(" ".join(said[-_TAIL_LINES:]).split())
+    outcome = (
+        errors[-1].removeprefix("dmt: ")
+        if errors
+        else " ".join(" ".join(said[-_TAIL_LINES:]).split())
+    )
     reasons = [event["reason"] for event in events if event.get("kind") == "failure"]
     reason = str(reasons[-1]) if reasons else failure_reason(events, outcome)
     if code == EXIT_USER_ERROR:
