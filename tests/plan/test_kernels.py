@@ -72,6 +72,7 @@ def planned(name: str, **settings: Any) -> Plan:
         (LLAMA, FSDP | {"kernels__loss": "liger"}, "loss", "liger", "planned as long as chu"),
         (QWEN3, MEGATRON, "experts", "grouped", "auto"),
         (QWEN3, ONE_EXPERT_GROUP, "experts", "grouped", "auto"),
+        (MIXTRAL, MEGATRON, "experts", "sequential", "take 1.1 ms, longer than"),
         (
             MIXTRAL,
             MEGATRON | {"parallel__expert": 8},

@@ -790,7 +790,7 @@ class KernelsSection(Section):
     rotary positions in transformers' models on GPUs. `auto`: megatron-core's on GPUs."""
     experts: ExpertProducts | Auto = "auto"
     """Compute the experts of a rank in turn, or in one product per linear layer. `auto`:
-    grouped on transformers' models, and on megatron-core's in bf16 on Hopper and
+    grouped on transformers' models, and where megatron-core's are small on Hopper and
     Blackwell."""
     context: Exchange | Auto = "auto"
     """With `parallel.context`, how its ranks exchange keys and values: `all_gather`, each rank
