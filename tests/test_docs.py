@@ -170,7 +170,9 @@ def anchors(page: Path) -> set[str]:
 
 def test_links_lead_somewhere() -> None:
     """Those between pages of the site are checked where it is built, the others here."""
-    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    pages = [*ROOT.glob("*.md"), ROOT / "docs" / "llms.txt", *(ROOT / "docs").rglob("*.md")]
+    assert {"AGENTS.md", "CONTRIBUTING.md", "SECURITY.md"} <= {page.name for page in pages}
+    for path in pages:
         text = path.read_text(encoding="utf-8")
         for link, anchor in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]*))?\)", text):
             assert (path.parent / link).exists(), f"{path.name}: {link}"

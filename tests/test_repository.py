@@ -72,12 +72,3 @@ def test_templates_and_citation() -> None:
             assert {"name", "description", "body"} == {*fields}
             kinds = {one["type"] for one in fields["body"]}
             assert kinds <= {"input", "textarea", "dropdown", "checkboxes", "markdown"}
-
-
-def test_links_lead_somewhere() -> None:
-    pages = [*ROOT.glob("*.md"), ROOT / "docs" / "llms.txt"]
-    assert {"AGENTS.md", "CONTRIBUTING.md", "SECURITY.md"} <= {page.name for page in pages}
-    for page in pages:
-        text = page.read_text(encoding="utf-8")
-        for link in re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#[^)\s]*)?\)", text):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"

@@ -261,7 +261,7 @@ def rows_of(
     for batch in slices:
         try:
             rows: list[dict[str, Any]] = batch.to_pylist()
-        except UnicodeDecodeError as error:
+        except (ValueError, OverflowError) as error:  # no UTF-8, a date beyond Python's
             where = f"rows {before + 1:,} to {before + len(batch):,}"
             raise DataError(f"{name}, {where}: {error}", fix=CORRECT) from error
         for number, row in enumerate(rows, before + 1):

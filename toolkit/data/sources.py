@@ -100,7 +100,8 @@ def _texts_of_rows(source: HfSource, records: Records) -> Iterator[Iterable[str]
     column, columns = source.text_field, dict[str, object]()
     for place, row in records:
         if (why := wrong_text(row, column)) is not None:
-            fix = "correct the row, or name a column of text in `text_field`"
+            of_text = ", or name a column of text in `text_field`"
+            fix = f"correct the row{of_text if isinstance(row, dict) else ''}"
             raise DataError(f"{place}: {why}", fix=fix)
         assert isinstance(row, dict), "anything else is wrong"
         if columns.get(column) is None:
