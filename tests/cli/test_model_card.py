@@ -37,9 +37,11 @@ def test_the_card_is_of_the_run(run: Path) -> None:
     _train_from(checkpoint, init="pretrained", hub="meta/llama")
     write_card(run / "export", checkpoint)
     assert ModelCard.load(path).data.base_model == "meta/llama"
-    _train_from(checkpoint, init="checkpoint", checkpoint="/runs/first")
+    start = {"init": "checkpoint", "checkpoint": "/runs/first", "freeze": ["lm_head.*"]}
+    _train_from(checkpoint, **start)
     write_card(run / "export", checkpoint)
-    assert "trained from `first`, with" in path.read_text()
+    for line in ("trained from `first`, with", '| model.freeze | ["lm_head.*"] |'):
+        assert line in path.read_text()
     edited = card.content.replace("DMT", "patience")
     path.write_text(edited)
     weights = run / "export" / "model.safetensors"
@@ -49,7 +51,7 @@ def test_the_card_is_of_the_run(run: Path) -> None:
     assert path.read_text() == edited
 
 
-def _train_from(folder: Path, **start: str) -> None:
+def _train_from(folder: Path, **start: object) -> None:
     """As if the run had begun with these weights."""
     manifest = Manifest.read(folder)
     model = manifest.recipe["model"] | start

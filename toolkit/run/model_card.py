@@ -16,8 +16,9 @@ from toolkit.text.redact import redact
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PUBLISHED = ("training", "optimizer", "schedule", "adapter", *OBJECTIVE_SECTIONS)
-"""Sections of the recipe in a card: the others name files, machines and accounts. The model's
-settings are in config.json."""
+"""Sections of the recipe in a card: the others name files, machines and accounts."""
+_OF_MODEL = ("freeze", "balance")
+"""Settings of the model that its config.json does not have."""
 
 
 def write_card(folder: Path, checkpoint: Path) -> None:
@@ -71,8 +72,11 @@ def _facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "precision", manifest.precision
     yield "layout", degrees_text(manifest.engine, manifest.model, manifest.layout)
     yield from ((name, str(version)) for name, version in manifest.packages.items())
-    for key, value in leaves({name: manifest.recipe.get(name) for name in _PUBLISHED}):
-        if value is not None:
+    recipe = manifest.recipe
+    published = {name: recipe.get(name) for name in _PUBLISHED}
+    published["model"] = {name: recipe["model"].get(name) for name in _OF_MODEL}
+    for key, value in leaves(published):
+        if value not in (None, []):
             yield key, in_yaml(value).replace("|", r"\|")
 
 
